@@ -1,0 +1,15 @@
+"""Optimal Token Baseline on Hugging Face TRL. `from otb import OTBTrainer, OTBConfig` is the drop-in for GRPOTrainer.
+
+Importing this package imports neither torch nor trl; the two names are loaded when they are first used.
+"""
+
+__all__ = ["OTBConfig", "OTBTrainer"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name in __all__:
+        from otb import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module 'otb' has no attribute {name!r}; it exports {', '.join(__all__)}.")

@@ -1,0 +1,29 @@
+"""From a baseline to advantages: (return - baseline) / scale on own tokens, 0 elsewhere. Called by the trainer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otb.baselines import Baseline
+from otb.rollouts import RolloutGroups
+
+
+def returns_to_go(rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """G_t = sum of the own tokens' rewards from t on. rewards, response_mask (B, C) -> (B, C)."""
+    return (rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
+
+
+def advantages(rollouts: RolloutGroups, baseline: Baseline | Tensor) -> Tensor:
+    """Advantage per own token.
+
+    baseline: value (and scale) broadcastable to (P, G, T) -> (P, G, T), or (P, G, 1) where neither the returns nor the
+    baseline differ between the tokens of a rollout. An unscored rollout has advantage 0: it carries no signal.
+    """
+    if isinstance(baseline, Baseline):
+        advantage = (rollouts.returns - baseline.value) / baseline.scale
+    else:
+        advantage = rollouts.returns - baseline
+    if advantage.shape[-1] == 1:
+        return torch.where(rollouts.scored.unsqueeze(-1), advantage, 0.0)
+    return torch.where(rollouts.alive, advantage, 0.0)  # an integer 0 would be promoted, at six times the cost

@@ -1,0 +1,23 @@
+"""OPO (arXiv 2505.23585): length-weighted group mean, the optimal baseline if energy grew with length alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from otb.baselines import declare
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from otb.rollouts import RolloutGroups
+
+
+@declare(min_group_size=2)
+def opo(rollouts: RolloutGroups) -> Tensor:
+    """sum(length R) / sum(length) over the scored rollouts. rewards, lengths (P, G) -> baseline (P, 1, 1).
+
+    0 where no scored rollout of the group has an own token.
+    """
+    weights = rollouts.lengths * rollouts.scored
+    weighted = (weights * rollouts.rewards.nan_to_num()).sum(dim=1, keepdim=True)
+    return (weighted / weights.sum(dim=1, keepdim=True).clamp(min=1)).unsqueeze(-1)

@@ -1,0 +1,66 @@
+"""Per-step statistics of the rollouts and of the advantages really used. Pure; the trainer logs what they return.
+
+The names are those of `otb.records.METRICS`, which holds units and definitions. What cannot be measured is left out.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from otb.baselines import Baseline
+from otb.rollouts import RolloutGroups
+
+
+def reward_metrics(rollouts: RolloutGroups) -> dict[str, float]:
+    """Rewards and lengths of a step; no reward metric where no rollout was scored."""
+    lengths = rollouts.lengths.float()
+    metrics = {
+        "own_tokens": lengths.sum().item(),
+        "response_length_mean": lengths.mean().item(),
+        "response_length_max": lengths.max().item(),
+    }
+    if rollouts.scored.any():
+        rewards = rollouts.rewards[rollouts.scored]
+        lowest = rollouts.rewards.masked_fill(~rollouts.scored, float("inf")).amin(1)
+        highest = rollouts.rewards.masked_fill(~rollouts.scored, -float("inf")).amax(1)
+        metrics |= {
+            "reward_mean": rewards.mean().item(),
+            "reward_spread": rewards.std(correction=0).item(),
+            "accuracy": (rewards == 1).float().mean().item(),
+            "equal_reward_groups": (highest <= lowest).float().mean().item(),  # unscored groups: -inf <= inf
+        }
+    if unscored := (~rollouts.scored).float().mean().item():
+        metrics["unscored"] = unscored
+    return metrics
+
+
+def advantage_metrics(rollouts: RolloutGroups, baseline: Baseline | Tensor, advantages: Tensor) -> dict[str, float]:
+    """Statistics of the advantages (P, G, T or 1) and of the baseline, each own token counting once."""
+    value = baseline.value if isinstance(baseline, Baseline) else baseline
+    if advantages.shape[-1] == 1:  # one value per rollout stands for each of its own tokens
+        weight = (rollouts.lengths * rollouts.scored).unsqueeze(-1).to(advantages.dtype)
+    else:
+        weight = rollouts.alive.to(advantages.dtype)
+    if not (count := weight.sum()):
+        return {}
+    metrics = {}
+    for name, values in (("advantage", advantages), ("baseline", value.expand(advantages.shape))):
+        mean = (values * weight).sum() / count
+        variance = ((values - mean).square() * weight).sum() / count
+        metrics |= {f"{name}_mean": mean.item(), f"{name}_spread": variance.sqrt().item()}
+    metrics["advantage_max"] = (advantages.abs() * (weight > 0)).max().item()
+    return metrics
+
+
+def energy_metrics(rollouts: RolloutGroups, advantages: Tensor) -> dict[str, float]:
+    """Realized energy per rollout and the token-diagonal power sum_t w_t A_t^2, whatever the baseline.
+
+    verl averages a token-level advantage to one scalar per rollout first; that is not the power of these advantages.
+    """
+    energy = rollouts.energy[..., -1]  # (P, G)
+    power = (rollouts.score_norms * advantages.square()).sum(-1)  # (P, G)
+    return {
+        "energy_mean": energy.mean().item(),
+        "energy_spread": energy.std(correction=0).item(),
+        "total_power": power.mean().item(),
+    }

@@ -1,0 +1,295 @@
+"""OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`. The only file on TRL's inside.
+
+Three methods of GRPOTrainer are extended and none is copied. `_calculate_rewards` keeps the gathered rewards,
+`_get_per_token_logps_and_entropies` also takes log sum pi^2 on no-grad passes, `_generate_and_score_completions` calls
+TRL's and then replaces the advantages, before rows are shuffled and cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import add_fused_lm_head
+
+from otb import baselines
+from otb.advantages import advantages as advantages_of
+from otb.baselines.otb import otb
+from otb.metrics import advantage_metrics, energy_metrics, reward_metrics
+from otb.rollouts import OwnTokens, RolloutGroups
+from otb.score_norms import logit_gradient_proxy
+
+logger = logging.get_logger(__name__)
+
+
+class _SingleRollout(int):
+    """A group size of 1 that passes TRL's check `num_generations < 2` and counts as 1 everywhere else."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+
+@dataclass
+class OTBConfig(GRPOConfig):
+    """TRL's GRPOConfig, with `num_generations=1` allowed: whether a group of one makes sense is the baseline's word.
+
+    `scale_rewards` is "none": what divides an advantage belongs to the baseline (`grpo` divides, `otb` does not).
+    """
+
+    scale_rewards: str = "none"
+    log_energy: bool = field(
+        default=False, metadata={"help": "Log energy metrics also for baselines that do not need score norms."}
+    )
+
+    def __post_init__(self):
+        if self.num_generations == 1:
+            self.num_generations = _SingleRollout(1)
+        super().__post_init__()
+        self.num_generations = int(self.num_generations)
+        if self.scale_rewards != "none":
+            raise ValueError(
+                f"scale_rewards={self.scale_rewards!r} divides advantages after the baseline; OTBConfig leaves scaling "
+                "to the baseline. Use scale_rewards='none', and baseline=grpo for division by the group's deviation."
+            )
+
+
+class OTBTrainer(GRPOTrainer):
+    """A drop-in for `trl.GRPOTrainer` whose advantages come from `baseline`.
+
+    Args:
+        baseline: function or object of the contract in `otb.baselines`; the paper's token baseline by default.
+        Everything else as in `trl.GRPOTrainer`. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
+
+    Raises:
+        ValueError: an option that makes no sense with the baseline, before the model is loaded.
+    """
+
+    _tag_names = ["trl", "otb"]
+    _name = "OTB"
+
+    def __init__(self, model, reward_funcs=None, args=None, *positional, baseline: Callable = otb, **kwargs):
+        self.baseline = baseline
+        self._needs_score_norms = "score_norms" in baselines.needs_of(baseline) or getattr(args, "log_energy", False)
+        if args is not None:
+            refuse_options(args, baseline, self._needs_score_norms)
+        self._scoring = False  # inside a training batch whose no-grad passes should return log sum pi^2
+        self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
+        self._rewards_per_function: Tensor | None = None
+        self._seconds: dict[str, float] = {}
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+
+    # ---- rollouts -> advantages
+
+    def _generate_and_score_completions(self, inputs):
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        self._scoring = self._needs_score_norms
+        try:
+            output = super()._generate_and_score_completions(inputs)
+            started = time.perf_counter()
+            self._replace_advantages(output)
+            self._add_seconds("advantages", started)
+        finally:
+            self._scoring, self._passes = False, []
+        return output
+
+    def _replace_advantages(self, output: dict) -> None:
+        """Puts the baseline's advantages, (B,) or (B, C), in the place of TRL's group-mean ones (B,)."""
+        response_mask = output["completion_mask"].bool()  # (B, C)
+        if "tool_mask" in output:
+            response_mask &= output["tool_mask"].bool()
+        own = OwnTokens(response_mask)
+        rollouts = self._gathered_groups(own, self._score_norms(output) if self._needs_score_norms else None)
+        baseline = self.baseline(rollouts)
+        advantages = advantages_of(rollouts, baseline)  # (P, G, T) or (P, G, 1)
+
+        local = slice(self.accelerator.process_index * len(own.mask), None)
+        packed = advantages.flatten(0, 1)[local][: len(own.mask)]  # (B, T or 1): groups may span processes
+        per_rollout = advantages.shape[-1] == 1
+        output["advantages"] = packed[:, 0] if per_rollout else own.unpack(packed[:, : own.width])
+        self._log_rollouts(rollouts, baseline, advantages, output)
+
+    def _gathered_groups(self, own: OwnTokens, score_norms: Tensor | None) -> RolloutGroups:
+        """The prompt groups of all processes. score_norms (B, C) of this process."""
+        weights = self.reward_weights.to(self._rewards_per_function.device)
+        rewards = (self._rewards_per_function * weights).nansum(dim=1)  # (P * G,)
+        rewards[self._rewards_per_function.isnan().all(dim=1)] = torch.nan
+        lengths = self.accelerator.gather(own.lengths)
+        if score_norms is not None:
+            packed = self.accelerator.pad_across_processes(own.pack(score_norms), dim=1)  # widths differ per process
+            score_norms = self.accelerator.gather(packed).unflatten(0, (-1, self.num_generations))
+        groups = (-1, self.num_generations)
+        return RolloutGroups(rewards.view(groups), lengths.view(groups), score_norms)
+
+    def _calculate_rewards(self, *args, **kwargs):
+        started = time.perf_counter()
+        self._rewards_per_function = super()._calculate_rewards(*args, **kwargs)
+        self._add_seconds("scoring", started)
+        return self._rewards_per_function
+
+    def _generate(self, prompts):
+        started = time.perf_counter()
+        generated = super()._generate(prompts)
+        self._add_seconds("sampling", started)
+        return generated
+
+    # ---- score norms
+
+    def _score_norms(self, output: dict) -> Tensor:
+        """(B, C): w of every position of the response, times rho^2 where TRL corrects for the sampler."""
+        log_probs, log_sum_sq_probs = self._probabilities(output)
+        w = logit_gradient_proxy(log_probs, log_sum_sq_probs)
+        rho = output.get("importance_sampling_ratio")  # (B, C) or (B, 1)
+        return w if rho is None else w * rho.square()
+
+    def _probabilities(self, output: dict) -> tuple[Tensor, Tensor]:
+        """log pi and log sum pi^2 (B, C) of the policy that sampled, from TRL's own pass where it made one."""
+        for log_probs, log_sum_sq_probs in self._passes:
+            # Under LoRA the reference model's pass runs through the same model: only identity tells them apart.
+            if log_probs is output.get("old_per_token_logps"):
+                return log_probs, log_sum_sq_probs
+        if "pixel_values" in output:
+            raise ValueError("Images beside a baseline that needs score norms are not supported; use baseline=rloo.")
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        attention_mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), checkpointing_off:
+            self._get_per_token_logps_and_entropies(
+                self.model,
+                ids,
+                attention_mask,
+                output["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        return self._passes[-1]
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        def trl_pass():
+            return super(OTBTrainer, self)._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+
+        if not self._scoring or model is not self.model:
+            return trl_pass()
+        with self._log_sum_sq_probs_head() as chunks:
+            result = trl_pass()
+        self._passes.append((result[0], torch.cat([chunk[:, -logits_to_keep:] for chunk in chunks])))
+        return result
+
+    @contextmanager
+    def _log_sum_sq_probs_head(self) -> Iterator[list[Tensor]]:
+        """For the duration of one pass, TRL's fused LM head also returns log sum pi^2, without (B, C, V) logits.
+
+        The list collects it per chunk. A second head that stayed would cost more per step than this exchange.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        trl_forward, chunks = model.forward, []
+        add_fused_lm_head(
+            model,
+            temperature=self.temperature,
+            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
+            outputs=("log_probs", "log_sum_sq_probs"),
+        )
+        fused_forward = model.forward
+
+        def forward(*args, **kwargs):
+            result = fused_forward(*args, **kwargs)
+            chunks.append(result.log_sum_sq_probs)
+            return result
+
+        model.forward = forward
+        try:
+            yield chunks
+        finally:
+            model.forward = trl_forward
+
+    # ---- what is logged
+
+    def _log_rollouts(self, rollouts, baseline, advantages: Tensor, output: dict) -> None:
+        metrics = reward_metrics(rollouts) | advantage_metrics(rollouts, baseline, advantages)
+        if self._needs_score_norms:
+            metrics |= energy_metrics(rollouts, advantages)
+        if "tool_mask" in output:
+            tool_tokens = (output["completion_mask"].bool() & ~output["tool_mask"].bool()).sum()
+            metrics["tool_tokens"] = self.accelerator.gather(tool_tokens).sum().item()
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        # TRL's completions table would show the advantages of its own baseline: show the mean of those in use.
+        counts = rollouts.lengths.flatten().clamp(min=1) if advantages.shape[-1] > 1 else 1
+        for _ in range(rollouts.rewards.numel()):
+            self._logs["advantages"].pop()
+        self._logs["advantages"].extend((advantages.flatten(0, 1).sum(-1) / counts).tolist())
+
+    def _add_seconds(self, part: str, started: float) -> None:
+        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - started
+
+    # ---- evaluation leaves the training trajectory alone
+
+    def evaluate(self, *args, **kwargs):
+        with isolated_random_state():
+            return super().evaluate(*args, **kwargs)
+
+
+@contextmanager
+def isolated_random_state(seed: int | None = None) -> Iterator[None]:
+    """Whatever is drawn inside leaves the random states of torch, numpy and random as they were.
+
+    seed: seeds them inside, so that the same call draws the same numbers; None continues from the current state.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def refuse_options(args: GRPOConfig, baseline: Callable, needs_score_norms: bool) -> None:
+    """Raises ValueError for options of GRPOConfig that make no sense with the baseline."""
+    name, group_size = baselines.name_of(baseline), args.num_generations
+    if group_size < (smallest := baselines.min_group_size_of(baseline)):
+        raise ValueError(
+            f"num_generations={group_size}: baseline {name} compares rollouts of one prompt and needs at least "
+            f"{smallest}. Raise it, or use a baseline that works with one rollout (none, otb)."
+        )
+    if args.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            f"multi_objective_aggregation={args.multi_objective_aggregation!r} normalises each reward by its group, "
+            "which is a baseline of its own. Use 'sum_then_normalize'."
+        )
+    if baselines.is_per_token(baseline):
+        if args.off_policy_mask_threshold is not None:
+            raise ValueError(
+                f"off_policy_mask_threshold={args.off_policy_mask_threshold} keeps or drops whole rollouts by the sign "
+                f"of one advantage; {name} has one per token. Use off_policy_mask_threshold=null."
+            )
+        if args.loss_type == "vespo":
+            raise ValueError(
+                f"loss_type='vespo' weighs whole rollouts by the sign of one advantage; {name} has one per token. "
+                "Use 'dr_grpo' or 'dapo'."
+            )
+    if needs_score_norms:
+        sampling = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+        generation = args.generation_kwargs or {}
+        for option, neutral in sampling.items():
+            value = generation.get(option, getattr(args, option))
+            if value not in (neutral, None):
+                raise ValueError(
+                    f"{option}={value}: the score norms are those of the softmax at the temperature, and with {option} "
+                    f"that is not the distribution sampled from. Use {option}={neutral}, or a baseline without energy."
+                )

@@ -1,0 +1,41 @@
+"""Shared fixtures: an untrained tiny policy, a dataset of a few prompts, the folder of shared vectors and data."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with reference vectors and real datasets; it is not part of the project."""
+    if "OTB_SHARED" not in os.environ:
+        pytest.skip("OTB_SHARED names no folder with reference vectors and datasets")
+    return Path(os.environ["OTB_SHARED"])
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from otb.tiny_policy import build_tokenizer
+
+    return build_tokenizer()
+
+
+@pytest.fixture
+def untrained(tokenizer, tmp_path):
+    """A fresh untrained tiny policy loaded from a folder, the same weights in every test.
+
+    Every tenth token ends a response, so that responses have different lengths without any training.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from otb.tiny_policy import build_model
+
+    model = build_model(tokenizer, seed=0)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(0, len(tokenizer), 10)]
+    model.save_pretrained(tmp_path / "policy")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "policy")

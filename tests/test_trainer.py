@@ -1,0 +1,193 @@
+"""OTBTrainer inside real TRL training steps: advantages against naive loops, parity with TRL, what is refused."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from otb import OTBTrainer
+from otb.baselines.group_mean import group_mean
+from otb.baselines.grpo import grpo
+from otb.baselines.none import none
+from otb.baselines.otb import otb
+from otb.baselines.rloo import rloo
+from otb.trainer import isolated_random_state
+from tests.trainers import PROMPTS, byte_reward, config, dataset, recorded
+
+
+def nan_for_some(completions, **columns):
+    rewards = byte_reward(completions)
+    return [None if i % 5 == 0 else reward for i, reward in enumerate(rewards)]
+
+
+LORA = LoraConfig(target_modules="all-linear", r=4, lora_alpha=8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(temperature=0.7),
+        dict(reward=nan_for_some),
+        dict(mask_truncated_completions=True),
+        dict(num_iterations=2, max_steps=4),
+        dict(beta=0.1),
+        dict(beta=0.1, num_iterations=2),
+        dict(peft_config=LORA),
+        dict(peft_config=LORA, beta=0.1),
+        dict(peft_config=LORA, beta=0.1, num_iterations=2),
+        dict(per_device_train_batch_size=4, gradient_accumulation_steps=4),
+        dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=4),
+        dict(num_generations=1),
+        dict(num_generations=16),
+    ],
+    ids=lambda options: (
+        "-".join(
+            f"{k}={getattr(v, '__name__', type(v).__name__ if k == 'peft_config' else v)}" for k, v in options.items()
+        )
+        or "defaults"
+    ),
+)
+def test_trainer_advantages_equal_naive_loops_over_full_logits(tmp_path, untrained, tokenizer, options):
+    trainer = recorded(tmp_path, untrained, tokenizer, **options)
+    assert trainer.batches
+    for output, expected in trainer.batches:
+        torch.testing.assert_close(output["advantages"].double(), expected, atol=1e-4, rtol=0)
+        assert expected.abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("passes", "options"), [(1, dict()), (1, dict(num_iterations=2)), (2, dict(beta=0.1))])
+def test_trainer_adds_at_most_one_forward_and_none_where_trl_makes_its_own(
+    tmp_path, untrained, tokenizer, monkeypatch, passes, options
+):
+    calls = []
+    original = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def counting(self, *args, **kwargs):
+        calls.append(torch.is_grad_enabled())
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counting)
+    recorded(tmp_path, untrained, tokenizer, max_steps=1, **options)
+    assert calls.count(False) == passes
+
+
+def test_baselines_without_energy_pay_for_no_extra_forward(tmp_path, untrained, tokenizer, monkeypatch):
+    calls = []
+    original = GRPOTrainer._get_per_token_logps_and_entropies
+    monkeypatch.setattr(
+        GRPOTrainer,
+        "_get_per_token_logps_and_entropies",
+        lambda self, *a, **k: calls.append(torch.is_grad_enabled()) or original(self, *a, **k),
+    )
+    for baseline in (group_mean, grpo, rloo, none):
+        recorded(tmp_path, untrained, tokenizer, max_steps=1, baseline=baseline)
+    assert calls.count(False) == 0
+
+
+def test_log_energy_adds_energy_metrics_to_any_arm(tmp_path, untrained, tokenizer):
+    plain = recorded(tmp_path, untrained, tokenizer, max_steps=1, baseline=rloo).state.log_history[0]
+    logged = recorded(tmp_path, untrained, tokenizer, max_steps=1, baseline=rloo, log_energy=True).state.log_history[0]
+    assert {"energy_mean", "energy_spread", "total_power"} <= logged.keys()
+    assert not any("energy" in name or "power" in name for name in plain)
+
+
+@pytest.mark.parametrize(("baseline", "scale_rewards"), [(grpo, "group"), (group_mean, "none")])
+@pytest.mark.parametrize("loss_type", ["dr_grpo", "dapo", "grpo"])
+def test_sequence_baselines_have_parity_with_trl(tmp_path, untrained, tokenizer, baseline, scale_rewards, loss_type):
+    options = dict(max_steps=5, loss_type=loss_type, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    twin = copy.deepcopy(untrained)
+    ours = OTBTrainer(
+        untrained,
+        byte_reward,
+        config(tmp_path / "ours", **options),
+        dataset(),
+        processing_class=tokenizer,
+        baseline=baseline,
+    )
+    ours.train()
+    arguments = config(tmp_path / "trl", **options).to_dict()
+    arguments |= {"scale_rewards": scale_rewards, "generation_batch_size": None}
+    stock = GRPOTrainer(
+        twin,
+        byte_reward,
+        GRPOConfig(**{key: arguments[key] for key in arguments.keys() & GRPOConfig.__dataclass_fields__.keys()}),
+        dataset(),
+        processing_class=tokenizer,
+    )
+    stock.train()
+    losses = [[row["loss"] for row in trainer.state.log_history if "loss" in row] for trainer in (ours, stock)]
+    assert len(losses[0]) == 5
+    assert any(losses[0]) or loss_type == "grpo"  # the mean of group-centred advantages is 0 by construction
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-6, atol=1e-9)
+    for mine, theirs in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_drop_in_takes_a_plain_grpo_config_and_positional_arguments(tmp_path, untrained, tokenizer):
+    arguments = GRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", max_steps=1,
+        num_generations=4, per_device_train_batch_size=8, max_completion_length=8, save_strategy="no",
+    )  # fmt: skip
+    trainer = OTBTrainer(untrained, byte_reward, arguments, dataset(), None, tokenizer)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_evaluation_and_logging_frequency_leave_the_training_trajectory_alone(tmp_path, untrained, tokenizer):
+    def final_weights(**options):
+        trainer = OTBTrainer(
+            copy.deepcopy(untrained),
+            byte_reward,
+            config(tmp_path, max_steps=3, **options),
+            dataset(),
+            Dataset.from_dict({"prompt": PROMPTS[:4]}),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    plain = final_weights()
+    evaluated = final_weights(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, logging_steps=3)
+    assert torch.equal(plain, evaluated)
+
+
+def test_isolated_random_state_restores_every_generator():
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    with isolated_random_state(seed=11):
+        first = torch.rand(2)
+    with isolated_random_state(seed=11):
+        assert torch.equal(first, torch.rand(2))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "options", "message"),
+    [
+        (rloo, dict(num_generations=1), "needs at least 2"),
+        (otb, dict(top_p=0.9), "top_p=0.9"),
+        (otb, dict(top_k=5), "top_k=5"),
+        (otb, dict(min_p=0.1), "min_p=0.1"),
+        (otb, dict(repetition_penalty=1.2), "repetition_penalty=1.2"),
+        (otb, dict(generation_kwargs={"top_p": 0.5}), "top_p=0.5"),
+        (rloo, dict(top_p=0.9, log_energy=True), "top_p=0.9"),
+        (otb, dict(loss_type="vespo"), "one per token"),
+        (otb, dict(off_policy_mask_threshold=0.1), "one per token"),
+        (otb, dict(multi_objective_aggregation="normalize_then_sum"), "baseline of its own"),
+        (functools.partial(otb, tail="carry"), dict(loss_type="vespo"), "otb has one per token"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_the_model_loads(tmp_path, baseline, options, message):
+    with pytest.raises(ValueError, match=message):
+        OTBTrainer("no/such-model", byte_reward, config(tmp_path, **options), dataset(), baseline=baseline)
+
+
+def test_config_refuses_scaling_outside_the_baseline(tmp_path):
+    with pytest.raises(ValueError, match="leaves scaling to the baseline"):
+        config(tmp_path, scale_rewards="group")

@@ -1,0 +1,98 @@
+"""What the trainer tests share: a minimal real training run, and the advantages by naive loops over full logits."""
+
+import torch
+from datasets import Dataset
+
+from otb import OTBConfig, OTBTrainer
+from otb.baselines.otb import otb
+
+PROMPTS = [[{"role": "user", "content": f"what is {i} + {i * 7 % 10} ?"}] for i in range(16)]
+
+
+def byte_reward(completions, **columns):
+    """A cheap reward with spread: 1 where the sum of the response's characters is odd."""
+    return [float(sum(map(ord, c[-1]["content"])) % 2) for c in completions]
+
+
+def config(output_dir, **options) -> OTBConfig:
+    defaults = dict(
+        output_dir=str(output_dir),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        loss_type="dr_grpo",
+        num_generations=4,
+        per_device_train_batch_size=16,
+        max_completion_length=12,
+        max_steps=2,
+        seed=7,
+    )
+    return OTBConfig(**(defaults | options))
+
+
+def dataset() -> Dataset:
+    return Dataset.from_dict({"prompt": PROMPTS})
+
+
+class RecordingTrainer(OTBTrainer):
+    """Keeps what every generation handed to the loss, with the naive advantages computed at that moment."""
+
+    def __init__(self, *args, **kwargs):
+        self.batches = []
+        super().__init__(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self.batches.append((output, naive_otb_advantages(self, output)))
+        return output
+
+
+def naive_otb_advantages(trainer, output) -> torch.Tensor:
+    """otb with tail='zero' by Python loops over the full logits; (B, C). One process, groups contiguous."""
+    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
+    attention = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
+    mask = output["completion_mask"].bool()
+    if "tool_mask" in output:
+        mask = mask & output["tool_mask"].bool()
+    with torch.no_grad():
+        logits = trainer.model(input_ids=ids, attention_mask=attention).logits[:, :-1] / trainer.temperature
+    logits = logits[:, -mask.shape[1] :].double()
+    probs = logits.softmax(-1)
+    sampled = probs.gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    w = 1 - 2 * sampled + probs.square().sum(-1)
+    rewards = trainer._rewards_per_function[:, 0].double()
+    result = torch.zeros_like(w)
+    group_size = trainer.num_generations
+    for start in range(0, len(mask), group_size):
+        rows = range(start, start + group_size)
+        positions = {row: mask[row].nonzero().flatten().tolist() for row in rows if not rewards[row].isnan()}
+        for t in range(max(map(len, positions.values()), default=0)):
+            alive = [row for row in positions if t < len(positions[row])]
+            energy = {row: sum(w[row, c] for c in positions[row][: t + 1]) for row in alive}
+            baseline = sum(energy[row] * rewards[row] for row in alive) / (sum(energy.values()) + 1e-8)
+            if len(alive) == 1:
+                baseline = 0
+            for row in alive:
+                result[row, positions[row][t]] = rewards[row] - baseline
+    return result
+
+
+def recorded(tmp_path, model, tokenizer, *, baseline=otb, reward=byte_reward, peft_config=None, **options):
+    trainer = RecordingTrainer(
+        model,
+        reward,
+        config(tmp_path, **options),
+        dataset(),
+        processing_class=tokenizer,
+        baseline=baseline,
+        peft_config=peft_config,
+    )
+    trainer.train()
+    return trainer
