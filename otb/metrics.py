@@ -15,9 +15,9 @@ def reward_metrics(rollouts: RolloutGroups) -> dict[str, float]:
     """Rewards and lengths of a step; no reward metric where no rollout was scored."""
     lengths = rollouts.lengths.float()
     metrics = {
-        "own_tokens": lengths.sum().item(),
+        "own_tokens": int(lengths.sum()),
         "response_length_mean": lengths.mean().item(),
-        "response_length_max": lengths.max().item(),
+        "response_length_max": int(lengths.max()),
     }
     if rollouts.scored.any():
         rewards = rollouts.rewards[rollouts.scored]

@@ -25,6 +25,7 @@ from otb import baselines
 from otb.advantages import advantages as advantages_of
 from otb.baselines.otb import otb
 from otb.metrics import advantage_metrics, energy_metrics, reward_metrics
+from otb.options import refuse_options
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.score_norms import logit_gradient_proxy
 
@@ -120,15 +121,19 @@ class OTBTrainer(GRPOTrainer):
 
     def _gathered_groups(self, own: OwnTokens, score_norms: Tensor | None) -> RolloutGroups:
         """The prompt groups of all processes. score_norms (B, C) of this process."""
-        weights = self.reward_weights.to(self._rewards_per_function.device)
-        rewards = (self._rewards_per_function * weights).nansum(dim=1)  # (P * G,)
-        rewards[self._rewards_per_function.isnan().all(dim=1)] = torch.nan
+        rewards = self._summed_rewards()
         lengths = self.accelerator.gather(own.lengths)
         if score_norms is not None:
             packed = self.accelerator.pad_across_processes(own.pack(score_norms), dim=1)  # widths differ per process
             score_norms = self.accelerator.gather(packed).unflatten(0, (-1, self.num_generations))
         groups = (-1, self.num_generations)
         return RolloutGroups(rewards.view(groups), lengths.view(groups), score_norms)
+
+    def _summed_rewards(self) -> Tensor:
+        """(P * G,): weighted sum of the reward functions, of all processes; NaN where none could score the rollout."""
+        weights = self.reward_weights.to(self._rewards_per_function.device)
+        rewards = (self._rewards_per_function * weights).nansum(dim=1)
+        return rewards.masked_fill(self._rewards_per_function.isnan().all(dim=1), torch.nan)
 
     def _calculate_rewards(self, *args, **kwargs):
         started = time.perf_counter()
@@ -221,7 +226,7 @@ class OTBTrainer(GRPOTrainer):
             metrics |= energy_metrics(rollouts, advantages)
         if "tool_mask" in output:
             tool_tokens = (output["completion_mask"].bool() & ~output["tool_mask"].bool()).sum()
-            metrics["tool_tokens"] = self.accelerator.gather(tool_tokens).sum().item()
+            metrics["tool_tokens"] = int(self.accelerator.gather(tool_tokens).sum())
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         # TRL's completions table would show the advantages of its own baseline: show the mean of those in use.
@@ -257,39 +262,3 @@ def isolated_random_state(seed: int | None = None) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-
-
-def refuse_options(args: GRPOConfig, baseline: Callable, needs_score_norms: bool) -> None:
-    """Raises ValueError for options of GRPOConfig that make no sense with the baseline."""
-    name, group_size = baselines.name_of(baseline), args.num_generations
-    if group_size < (smallest := baselines.min_group_size_of(baseline)):
-        raise ValueError(
-            f"num_generations={group_size}: baseline {name} compares rollouts of one prompt and needs at least "
-            f"{smallest}. Raise it, or use a baseline that works with one rollout (none, otb)."
-        )
-    if args.multi_objective_aggregation != "sum_then_normalize":
-        raise ValueError(
-            f"multi_objective_aggregation={args.multi_objective_aggregation!r} normalises each reward by its group, "
-            "which is a baseline of its own. Use 'sum_then_normalize'."
-        )
-    if baselines.is_per_token(baseline):
-        if args.off_policy_mask_threshold is not None:
-            raise ValueError(
-                f"off_policy_mask_threshold={args.off_policy_mask_threshold} keeps or drops whole rollouts by the sign "
-                f"of one advantage; {name} has one per token. Use off_policy_mask_threshold=null."
-            )
-        if args.loss_type == "vespo":
-            raise ValueError(
-                f"loss_type='vespo' weighs whole rollouts by the sign of one advantage; {name} has one per token. "
-                "Use 'dr_grpo' or 'dapo'."
-            )
-    if needs_score_norms:
-        sampling = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-        generation = args.generation_kwargs or {}
-        for option, neutral in sampling.items():
-            value = generation.get(option, getattr(args, option))
-            if value not in (neutral, None):
-                raise ValueError(
-                    f"{option}={value}: the score norms are those of the softmax at the temperature, and with {option} "
-                    f"that is not the distribution sampled from. Use {option}={neutral}, or a baseline without energy."
-                )

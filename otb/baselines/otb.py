@@ -5,7 +5,7 @@ B_t = sum_i G_t^i W_t^i / sum_i W_t^i over the rollouts that reach their t-th ow
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from otb.baselines import declare
 from otb.baselines.weighted_mean import weighted_mean
@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
     from otb.rollouts import RolloutGroups
 
-TAILS = ("zero", "own", "carry")
-
 
 @declare(needs={"score_norms"}, per_token=True)
-def otb(rollouts: RolloutGroups, tail: str = "zero", eps: float = 1e-8) -> Tensor:
+def otb(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero", eps: float = 1e-8) -> Tensor:
     """score_norms (P, G, T) -> baseline (P, 1, T). With one rollout a group there is no baseline: 0.
 
     tail: what happens where one rollout of the group outlives all others.
@@ -27,8 +25,8 @@ def otb(rollouts: RolloutGroups, tail: str = "zero", eps: float = 1e-8) -> Tenso
         "own":   the formula as it stands: its own return, so the advantage is 0.
         "carry": finished rollouts keep their last W and R in the sums, so there is no lone tail.
     """
-    if tail not in TAILS:
-        raise ValueError(f"tail={tail!r} is not one of {', '.join(TAILS)}.")
+    if tail not in ("zero", "own", "carry"):
+        raise ValueError(f"tail={tail!r} is not one of zero, own, carry.")
     if tail == "carry" and rollouts.token_returns is not None:
         raise ValueError(
             "tail='carry' keeps a finished rollout's reward; it needs terminal rewards, not token_returns."

@@ -1,0 +1,1 @@
+"""From run directories to tables and figures. Imports of this project: otb.records alone."""

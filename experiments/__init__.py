@@ -1,0 +1,1 @@
+"""Entry points of the experiments. `settings` checks a configuration without torch; `train` does the work."""

@@ -1,0 +1,315 @@
+"""Configuration without torch: what the command line accepts, what it refuses, and where a run lives.
+
+Every refusal is a RunError with the value, the rule and the fix, within two seconds: nothing here imports torch,
+transformers or trl. Called by experiments/run.py before the first heavy import.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import math
+import os
+import re
+import typing
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.utils import get_class, get_method
+from omegaconf import DictConfig, OmegaConf
+
+from otb import baselines
+from otb.options import NEUTRAL_SAMPLING, refuse_options
+from otb.records import RunError
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+GROUPS = ("baseline", "task", "model", "trainer", "experiment")
+# Keys that say where and how a run is made, not what is computed; `steps` because more of them continue a run.
+EXEMPT = (
+    "runs_dir",
+    "overwrite",
+    "steps",
+    "checkpoint_every",
+    "rollouts",
+    "trainer.report_to",
+    "trainer.run_name",
+    "trainer.use_cpu",
+)
+# GRPOConfig keys that follow from the run's own keys, and what to set instead.
+DERIVED = {
+    "num_generations": "group_size",
+    "per_device_train_batch_size": "model.rollouts_per_forward",
+    "gradient_accumulation_steps": "model.rollouts_per_forward",
+    "generation_batch_size": "prompts_per_step",
+    "steps_per_generation": "prompts_per_step",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "seed": "seed",
+    "learning_rate": "learning_rate",
+    "temperature": "temperature",
+    "max_completion_length": "task.max_completion_length",
+    "output_dir": "runs_dir",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "scale_rewards": "baseline",
+    "save_steps": "checkpoint_every",
+    "save_strategy": "checkpoint_every",
+    "eval_steps": "evaluation.every",
+    "eval_strategy": "evaluation.every",
+    "logging_steps": "nothing: every step is recorded",
+}
+
+
+# ---- before Hydra: the command line
+
+
+def accept_open_keys(arguments: list[str]) -> list[str]:
+    """`trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`: `check` knows the target's keys and suggests a near miss."""
+    opened = re.compile(r"(trainer|baseline|task|model\.lora|model\.warm_start)\.[A-Za-z_]")
+    return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
+
+
+def refuse_unknown_choices(arguments: list[str]) -> None:
+    """Unknown top-level keys and group choices, with the choices and a near miss; syntax errors are Hydra's to tell."""
+    keys = [*OmegaConf.load(CONF / "config.yaml"), *GROUPS]
+    for argument in arguments:
+        if argument.startswith("-") or "=" not in argument:
+            continue
+        try:
+            override = OverridesParser.create().parse_override(argument)
+        except HydraException:
+            continue
+        name = override.key_or_group
+        top = re.split(r"[./@]", name)[0]
+        if top not in keys and not override.is_add() and not override.is_force_add():
+            raise RunError(f"{name} is no key of this project.{near_miss(top, keys)} Keys: {', '.join(sorted(keys))}.")
+        if name in GROUPS and not override.is_delete():
+            values = override.sweep_string_iterator() if override.is_choice_sweep() else [override.get_value_string()]
+            choices = sorted(path.stem for path in (CONF / name).glob("*.yaml"))
+            for value in values:
+                if value not in (*choices, "null"):
+                    raise RunError(
+                        f"{name}={value} is not one of the choices.{near_miss(value, choices)} "
+                        f"Choices: {', '.join(choices)}."
+                    )
+
+
+def near_miss(value: str, choices) -> str:
+    """' Did you mean X?' for the closest choice, or ''."""
+    close = difflib.get_close_matches(str(value), list(choices), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+# ---- after Hydra: the composed configuration
+
+
+def check(cfg: DictConfig) -> None:
+    """Raises RunError for a configuration that cannot run as written. Reads no dataset and loads no model."""
+    whole = {"group_size": 1, "prompts_per_step": 1, "steps": 1, "evaluation.samples": 1}
+    whole |= {"seed": 0, "evaluation.every": 0, "checkpoint_every": 0, "rollouts.every": 0, "rollouts.groups": 0}
+    for key, smallest in whole.items():
+        value = OmegaConf.select(cfg, key)
+        if type(value) is not int or value < smallest:
+            raise RunError(f"{key}={value} must be a whole number >= {smallest}. Try {key}={max(smallest, 1)}.")
+    for key, example in {"learning_rate": "1e-6", "temperature": "1.0"}.items():
+        value = cfg[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise RunError(f"{key}={value} must be a positive number. Try {key}={example}.")
+    for key in ("log_energy", "deterministic", "overwrite"):
+        if not isinstance(cfg[key], bool):
+            raise RunError(f"{key}={cfg[key]} must be true or false.")
+    _check_target("task", cfg.task)
+    _check_model(cfg)
+    _check_trainer(cfg)
+    _check_baseline(cfg)
+    _check_batches(cfg)
+
+
+def _check_model(cfg: DictConfig) -> None:
+    dtypes = ("float32", "bfloat16", "float16")
+    if cfg.model.dtype not in dtypes:
+        raise RunError(f"model.dtype={cfg.model.dtype} is not one of {', '.join(dtypes)}.")
+    name = str(cfg.model.name)
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
+        raise RunError(f"model.name={name} is not a folder. Give a folder of transformers files, a hub id or tiny.")
+    lora = cfg.model.get("lora") or {}
+    fields = dataclass_fields("peft.tuners.lora.config", "LoraConfig") | dataclass_fields("peft.config", "PeftConfig")
+    for key in lora:
+        if key not in fields:
+            raise RunError(f"model.lora.{key} is no field of peft.LoraConfig.{near_miss(key, fields)}")
+    if lora and lora.get("r") is None:
+        raise RunError(f"model.lora.{next(iter(lora))} is set without a rank. Add model.lora.r=16.")
+    if "r" in lora and (type(lora.r) is not int or lora.r < 1):
+        raise RunError(f"model.lora.r={lora.r} must be a whole number of at least 1. Try model.lora.r=16.")
+
+
+def _check_trainer(cfg: DictConfig) -> None:
+    fields = trainer_fields()
+    for key, value in cfg.trainer.items():
+        if key in DERIVED:
+            raise RunError(f"trainer.{key}={value} follows from the run's own keys; set {DERIVED[key]} instead.")
+        if key not in fields:
+            raise RunError(f"trainer.{key} is no option of trl.GRPOConfig.{near_miss(key, fields)}")
+    for key in ("beta", "weight_decay", "max_grad_norm", "warmup_steps"):
+        value = cfg.trainer.get(key, 0)
+        if value is not None and (not isinstance(value, int | float) or value < 0):
+            raise RunError(f"trainer.{key}={value} must not be negative. Try trainer.{key}=0.")
+    top_p = cfg.trainer.get("top_p", 1.0)
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        raise RunError(f"trainer.top_p={top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
+
+
+def _check_baseline(cfg: DictConfig) -> None:
+    baseline = _check_target("baseline", cfg.baseline)
+    options = NEUTRAL_SAMPLING | {
+        "num_generations": cfg.group_size,
+        "multi_objective_aggregation": "sum_then_normalize",
+        "off_policy_mask_threshold": None,
+        "loss_type": "dr_grpo",
+        "generation_kwargs": None,
+    }
+    needs_score_norms = cfg.log_energy or "score_norms" in baselines.needs_of(baseline)
+    try:
+        refuse_options(SimpleNamespace(**(options | dict(cfg.trainer))), baseline, needs_score_norms)
+    except ValueError as error:
+        raise RunError(str(error).replace("num_generations=", "group_size=")) from error
+
+
+def _check_target(group: str, node: DictConfig):
+    """The function or class that `node` names, its arguments known and of the values their annotations allow."""
+    target = str(node.get("_target_"))
+    try:
+        found = get_class(target) if target.rpartition(".")[2][:1].isupper() else get_method(target)
+    except Exception as error:  # whatever importing a user's module raises
+        raise RunError(f"{group}._target_={target} cannot be imported: {error}") from error
+    parameters = inspect.signature(found).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return found
+    own = [name for name in parameters if name != "rollouts"]
+    for key, value in node.items():
+        if key.startswith("_"):
+            continue
+        if key not in own:
+            has = f"Its arguments: {', '.join(own)}." if own else "It takes none."
+            raise RunError(f"{group}.{key} is no argument of {target}.{near_miss(key, own)} {has}")
+        choices = literal_choices(found, key)
+        if choices and value not in choices:
+            raise RunError(f"{group}.{key}={value} is not one of {', '.join(choices)}.{near_miss(value, choices)}")
+    return found
+
+
+def _check_batches(cfg: DictConfig) -> None:
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    rollouts = cfg.prompts_per_step * cfg.group_size
+    if rollouts % processes:
+        fit = processes // math.gcd(processes, cfg.group_size)
+        raise RunError(
+            f"prompts_per_step={cfg.prompts_per_step} x group_size={cfg.group_size} = {rollouts} rollouts do not "
+            f"divide over {processes} processes. Try prompts_per_step={max(fit, cfg.prompts_per_step // fit * fit)}."
+        )
+    local, forward = rollouts // processes, cfg.model.rollouts_per_forward
+    if forward is not None and (type(forward) is not int or forward < 1 or (forward < local and local % forward)):
+        divisors = [d for d in range(1, local + 1) if local % d == 0]
+        fit = max((d for d in divisors if d <= max(1, forward if type(forward) is int else 1)), default=1)
+        raise RunError(
+            f"model.rollouts_per_forward={forward} must divide the {local} rollouts of a process. "
+            f"Try model.rollouts_per_forward={fit}."
+        )
+    cycle = cfg.trainer.get("num_iterations", 1)
+    if type(cycle) is not int or cycle < 1:
+        raise RunError(f"trainer.num_iterations={cycle} must be a whole number of at least 1.")
+    if cfg.steps % cycle:
+        raise RunError(
+            f"steps={cfg.steps} must be a multiple of trainer.num_iterations={cycle}: the last checkpoint falls on a "
+            f"generation. Try steps={max(1, cfg.steps // cycle) * cycle}."
+        )
+
+
+def literal_choices(function, argument: str) -> tuple[str, ...]:
+    """The values of an argument annotated as typing.Literal; () for any other."""
+    annotation = inspect.signature(function).parameters[argument].annotation
+    if isinstance(annotation, str):  # from __future__ import annotations
+        if not annotation.startswith("Literal["):
+            return ()
+        annotation = eval(annotation, {"Literal": typing.Literal})  # an annotation of the imported module
+    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+
+
+@cache
+def trainer_fields() -> frozenset[str]:
+    """Every option of trl.GRPOConfig, read from the sources: importing it would import torch."""
+    modules = {
+        "trl.trainer.grpo_config": "GRPOConfig",
+        "trl.trainer.base_config": "_BaseConfig",
+        "transformers.training_args": "TrainingArguments",
+    }
+    return frozenset().union(*(dataclass_fields(module, name) for module, name in modules.items()))
+
+
+@cache
+def dataclass_fields(module: str, name: str) -> frozenset[str]:
+    """Annotated fields of a class, from its source file, without importing the package."""
+    package, _, rest = module.partition(".")
+    root = Path(importlib.util.find_spec(package).origin).parent
+    tree = ast.parse((root / (rest.replace(".", "/") + ".py")).read_text(encoding="utf8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return frozenset(item.target.id for item in node.body if isinstance(item, ast.AnnAssign))
+    raise LookupError(f"{module} has no class {name}; the pinned versions in pyproject.toml have.")
+
+
+# ---- where a run lives, and what identifies it
+
+
+def run_path(cfg: DictConfig, overrides: list[str], choices: dict[str, str]) -> Path:
+    """runs_dir/TASK-MODEL/BASELINE-nG-seedS[-key=value...]: from the keys that define the experiment.
+
+    overrides: the command line's task overrides; choices: Hydra's runtime choices per group.
+    """
+    named = {"baseline", "group_size", "seed", "task", "model"}
+    extra = []
+    for override in sorted(override.lstrip("+") for override in overrides):
+        key = override.split("=", 1)[0]
+        if key not in named and not any(key == exempt or key.startswith(exempt + ".") for exempt in EXEMPT):
+            extra.append(override)
+    suffix = "".join("-" + re.sub(r"[^\w=.,+-]+", "_", override).strip("_") for override in extra)
+    if len(suffix) > 120:  # file systems end at 255 bytes; the digest keeps long names apart
+        suffix = suffix[:100] + "-" + hashlib.sha256(suffix.encode()).hexdigest()[:10]
+    name = f"{choices['baseline']}-n{cfg.group_size}-seed{cfg.seed}{suffix}"
+    return Path(cfg.runs_dir).expanduser() / f"{choices['task']}-{choices['model']}" / name
+
+
+def identity(config: dict) -> dict[str, object]:
+    """The flat `key.sub: value` pairs that two runs of one experiment share."""
+    flat: dict[str, object] = {}
+
+    def walk(prefix: str, node) -> None:
+        if isinstance(node, dict) and node:
+            for key, value in node.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), value)
+        else:
+            flat[prefix] = node
+
+    walk("", config)
+    return {
+        key: value
+        for key, value in flat.items()
+        if not any(key == exempt or key.startswith(exempt + ".") for exempt in EXEMPT)
+    }
+
+
+def difference(old: dict, new: dict) -> list[str]:
+    """`key: old -> new` for every identifying key that differs."""
+    before, after = identity(old), identity(new)
+    absent = "(absent)"
+    return [
+        f"{key}: {before.get(key, absent)} -> {after.get(key, absent)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key, absent) != after.get(key, absent)
+    ]

@@ -1,0 +1,322 @@
+"""RunTrainer: an OTBTrainer that lives in a run directory. Records, evaluations, samples and atomic checkpoints.
+
+experiments/train.py builds it; OTBTrainer alone is what other people's scripts use. A step boundary is always: metrics
+row, evaluation if due, checkpoint if due, so that everything up to a checkpoint is on disk before the checkpoint is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from otb.records import METRICS, RunDirectory, RunError
+from otb.rollouts import RolloutGroups
+from otb.run_lock import RunLock
+from otb.trainer import OTBTrainer, isolated_random_state
+
+TRL_NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "entropy": "entropy", "kl": "kl"}
+TRL_NAMES |= {"learning_rate": "learning_rate", "completions/clipped_ratio": "truncated"}
+RESUME_FILES = ("optimizer*", "scheduler*", "scaler*", "rng_state*")  # what only a resumed run reads
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When things happen, in steps. 0 = never. Evaluations and the last checkpoint also fall on the final step."""
+
+    evaluate_every: int
+    evaluation_samples: int  # k samples per held-out prompt
+    checkpoint_every: int
+    rollouts_every: int
+    rollouts_groups: int  # prompt groups kept per recorded step
+
+
+class RunTrainer(OTBTrainer):
+    """An OTBTrainer that writes into `directory` and can be killed at any moment.
+
+    on_step(row) is called with each metrics row, on_evaluation(row) with each evaluation, for a progress display.
+    """
+
+    def __init__(
+        self,
+        *args,
+        directory: RunDirectory,
+        lock: RunLock | None,
+        schedule: Schedule,
+        evaluation_dataset,
+        on_step: Callable[[dict], None],
+        on_evaluation: Callable[[dict], None],
+        **kwargs,
+    ):
+        self.directory, self.lock, self.schedule = directory, lock, schedule
+        self.evaluation_dataset = evaluation_dataset
+        self.on_step, self.on_evaluation = on_step, on_evaluation
+        self._step_started = time.perf_counter()
+        self._last_rollouts: dict | None = None
+        super().__init__(*args, **kwargs)
+        totals = directory.last_metrics()
+        self._totals = {name: totals.get(name, 0) for name in ("own_tokens_total", "tool_tokens_total")}
+
+    def _get_train_sampler(self, dataset=None) -> Sampler:
+        return PromptSampler(
+            rows=len(self.train_dataset if dataset is None else dataset),
+            prompts_per_batch=self.args.generation_batch_size // self.num_generations,
+            group_size=self.num_generations,
+            uses=self.num_iterations * self.args.steps_per_generation,
+            micro_batches=self.args.max_steps * self.args.gradient_accumulation_steps,
+            seed=self.args.seed,
+        )
+
+    # ---- a step: row, samples, evaluation, checkpoint, status, in this order
+
+    def train(self, *args, **kwargs):
+        self._step_started = time.perf_counter()
+        return super().train(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        last_done = self._globalstep_last_logged
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # writes the row, see `log`
+        step, schedule = self.state.global_step, self.schedule
+        if step == last_done:  # transformers asks once more at the end of the epoch
+            return
+        if self.lock is not None and not self.lock.held():
+            raise RunError(f"{self.lock.file.parent} was taken over by another process; this one stops here.")
+        if self._due(step, schedule.rollouts_every):
+            self._save_rollouts(f"step-{step:08d}", schedule.rollouts_groups)
+        if self._due(step, schedule.evaluate_every):
+            self.evaluate_held_out()
+        if self._due(step, schedule.checkpoint_every):
+            self.write_checkpoint()
+        if self.accelerator.is_main_process:
+            self.directory.write_status("running", step=step, steps=self.state.max_steps)
+        self._step_started = time.perf_counter()
+
+    def _due(self, step: int, every: int) -> bool:
+        """On the first generation boundary at or past each multiple of `every`, and on the final step. 0: never."""
+        cycle = max(1, self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps)
+        if not every or step % cycle:
+            return False
+        return step == self.state.max_steps or step // every > (step - cycle) // every
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not self.model.training or "loss" not in logs:
+            return super().log(logs, start_time)
+        metrics = {name: values[-1] for name, values in self._metrics["train"].items() if values}
+        metrics |= {ours: value for trl, ours in TRL_NAMES.items() if (value := (logs | metrics).get(trl)) is not None}
+        metrics |= {f"seconds_{part}": seconds for part, seconds in self._seconds.items()}
+        metrics["seconds_step"] = time.perf_counter() - self._step_started
+        parts = ("sampling", "scoring", "advantages")
+        metrics["seconds_loss"] = metrics["seconds_step"] - sum(self._seconds.get(part, 0.0) for part in parts)
+        metrics["peak_memory_bytes"] = peak_memory_bytes()
+        for part in ("own_tokens", "tool_tokens"):
+            self._totals[f"{part}_total"] += metrics.get(part, 0)
+        metrics |= {name: total for name, total in self._totals.items() if total}
+        row = {"step": self.state.global_step} | {name: metrics[name] for name in METRICS if name in metrics}
+        logs.update(row)  # the same names reach every tracker of `report_to`, beside TRL's own
+        super().log(logs, start_time)
+        self._seconds.clear()
+        if self.accelerator.is_main_process:
+            self.directory.append(self.directory.metrics_file, row)
+        self.on_step(row)
+
+    def _log_rollouts(self, rollouts: RolloutGroups, baseline, advantages: Tensor, output: dict) -> None:
+        super()._log_rollouts(rollouts, baseline, advantages, output)
+        self._last_rollouts = {"rollouts": rollouts, "advantages": advantages, "output": output}
+
+    # ---- a loss or gradient that is not finite ends the run before it reaches the weights
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self._refuse_non_finite("loss", loss)
+        return loss
+
+    def _clip_grad_norm(self, model):
+        norm = super()._clip_grad_norm(model)
+        self._refuse_non_finite("gradient_norm", norm)
+        return norm
+
+    def _refuse_non_finite(self, name: str, value) -> None:
+        if value is None or math.isfinite(float(value)):
+            return
+        step = self.state.global_step + 1
+        path = self._save_rollouts(f"failed-{step:08d}", groups=None)
+        raise RunError(
+            f"{name}={float(value)} at step {step}; training stops before the weights change. The rollouts that caused "
+            f"it are in {path}. Lower learning_rate, or look at them with python -m otb.show."
+        )
+
+    # ---- evaluation
+
+    def evaluate_held_out(self) -> dict:
+        """avg@k and pass@k on the evaluation dataset; draws from its own random state. -> the row written."""
+        started = time.perf_counter()
+        samples = self.schedule.evaluation_samples
+        rewards, lengths = self.sample_held_out(samples)  # (prompts, samples) each
+        scored = ~rewards.isnan()
+        row = {
+            "step": self.state.global_step,
+            "accuracy": (rewards[scored] == 1).float().mean().item() if scored.any() else None,
+            "pass_at_k": (rewards == 1).any(1).float().mean().item(),
+            "samples": samples,
+            "prompts": len(rewards),
+            "response_length_mean": lengths.float().mean().item(),
+            "own_tokens_total": self._totals["own_tokens_total"],
+            "seconds": time.perf_counter() - started,
+        }
+        if unscored := (~scored).float().mean().item():
+            row["unscored"] = unscored
+        row = {name: value for name, value in row.items() if value is not None}
+        if self.accelerator.is_main_process:
+            self.directory.append(self.directory.evaluations_file, row)
+        self.on_evaluation(row)
+        return row
+
+    def sample_held_out(self, samples: int) -> tuple[Tensor, Tensor]:
+        """Rewards and own-token counts (prompts, samples) on the evaluation dataset, the same draws at every call.
+
+        TRL's own rollout code does the work, so that tools and vLLM are served too.
+        """
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        rows = list(self.evaluation_dataset)
+        prompts_per_batch = max(1, self.args.per_device_eval_batch_size // samples) * processes
+        was_training, samples_before = self.model.training, self.num_generations_eval
+        logs_before = {name: self._logs[name].copy() for name in ("prompt", "completion", "advantages")}
+        self.model.eval()
+        self.num_generations_eval = samples
+        rewards, lengths = [], []
+        try:
+            with isolated_random_state(seed=self.args.seed * 1000 + rank), torch.no_grad():
+                for start in range(0, len(rows), prompts_per_batch):
+                    batch = rows[start : start + prompts_per_batch]
+                    padded = batch + [batch[0]] * (-len(batch) % processes)  # whole prompts for every process
+                    share = len(padded) // processes
+                    own = padded[rank * share : (rank + 1) * share]
+                    output = self._generate_and_score_completions([row for row in own for _ in range(samples)])
+                    mask = output["completion_mask"].bool()
+                    mask = mask & output["tool_mask"].bool() if "tool_mask" in output else mask
+                    counts = self.accelerator.gather(mask.sum(-1))
+                    rewards.append(self._summed_rewards().view(-1, samples)[: len(batch)])
+                    lengths.append(counts.view(-1, samples)[: len(batch)])
+        finally:
+            self.num_generations_eval = samples_before
+            self.model.train(was_training)
+            self._metrics["eval"].clear()
+            self._seconds.clear()
+            self._logs.update(logs_before)
+        return torch.cat(rewards).cpu(), torch.cat(lengths).cpu()
+
+    # ---- samples
+
+    def _save_rollouts(self, name: str, groups: int | None) -> Path:
+        """Keeps prompts, responses, rewards, energies and advantages of the first `groups` groups (None: all)."""
+        path = self.directory.rollouts / f"{name}.parquet"
+        if not self.accelerator.is_main_process or self._last_rollouts is None:
+            return path
+        table = pd.DataFrame(self._rollout_rows(groups, step=int(name.split("-")[-1])))
+        aside = path.with_suffix(".writing")
+        table.to_parquet(aside)
+        os.replace(aside, path)
+        return path
+
+    def _rollout_rows(self, groups: int | None, step: int) -> Iterator[dict]:
+        rollouts, output = self._last_rollouts["rollouts"], self._last_rollouts["output"]
+        advantages, group_size = self._last_rollouts["advantages"].flatten(0, 1), rollouts.group_size
+        mask = output["completion_mask"].bool()
+        own = mask & output["tool_mask"].bool() if "tool_mask" in output else mask
+        count = len(own) if groups is None else min(groups * group_size, len(own))
+        norms = None if rollouts.score_norms is None else rollouts.score_norms.flatten(0, 1)
+        first = self.accelerator.process_index * len(own)  # this process's rows among the gathered ones
+        for i in range(count):
+            length = int(own[i].sum())
+            tokens = output["completion_ids"][i][mask[i]]
+            prompt = output["prompt_ids"][i][output["prompt_mask"][i].bool()]
+            advantage = advantages[first + i]
+            yield {
+                "step": step,
+                "prompt": i // group_size,
+                "rollout": i % group_size,
+                "prompt_text": self._tokenizer.decode(prompt),
+                "response_text": self._tokenizer.decode(tokens),
+                "tokens": [self._tokenizer.decode(token) for token in tokens],
+                "own": own[i][mask[i]].tolist(),
+                "reward": float(rollouts.rewards.flatten()[first + i]),
+                "advantages": advantage[:length].tolist() if len(advantage) > 1 else [float(advantage[0])] * length,
+                "energies": None if norms is None else norms[first + i][:length].cumsum(0).tolist(),
+            }
+
+    # ---- checkpoints
+
+    def write_checkpoint(self) -> None:
+        """Aside, fsync, rename; then the rule: the last and the best stay, the optimizer's state in the last only."""
+        writing = self.directory.checkpoints / ".writing"
+        if self.accelerator.is_main_process:
+            shutil.rmtree(writing, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        output_dir, self.args.output_dir = self.args.output_dir, str(writing)
+        try:
+            self._save_checkpoint(self.model, trial=None)
+        except OSError as error:
+            raise RunError(f"{writing} cannot be written: {error.strerror}. Free space, then run again.") from error
+        finally:
+            self.args.output_dir = output_dir
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            step = self.state.global_step
+            self.directory.publish_checkpoint(writing / f"checkpoint-{step}", step)
+            shutil.rmtree(writing)
+            self.directory.prune_checkpoints(RESUME_FILES)
+        self.accelerator.wait_for_everyone()
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """No model card: the run directory says where a checkpoint comes from."""
+
+
+class PromptSampler(Sampler):
+    """The rows of a whole run in TRL's order: prompts repeated `group_size` times, batches repeated `uses` times.
+
+    Unlike TRL's, the permutation of an epoch follows from (seed, epoch) alone, so that a run resumed in its third epoch
+    sees the prompts of the third; and it depends on neither group size nor length, so that every arm of a comparison
+    sees the same prompts in the same order, and more steps continue a run.
+
+    Args:
+        rows: prompts in the dataset; prompts_per_batch: prompts of one generation; micro_batches: forwards of the run.
+    """
+
+    def __init__(self, rows: int, prompts_per_batch: int, group_size: int, uses: int, micro_batches: int, seed: int):
+        self.rows, self.prompts_per_batch, self.group_size = rows, prompts_per_batch, group_size
+        self.uses, self.seed = uses, seed
+        self.generations = -(-micro_batches // uses)
+
+    def __len__(self) -> int:
+        return self.generations * self.prompts_per_batch * self.group_size * self.uses
+
+    def __iter__(self) -> Iterator[int]:
+        prompts = self._prompts()
+        for _ in range(self.generations):
+            batch = [next(prompts) for _ in range(self.prompts_per_batch)]
+            for _ in range(self.uses):
+                for prompt in batch:
+                    yield from [prompt] * self.group_size
+
+    def _prompts(self) -> Iterator[int]:
+        epoch = 0
+        while True:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            yield from torch.randperm(self.rows, generator=generator).tolist()
+            epoch += 1
+
+
+def peak_memory_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
