@@ -1,0 +1,254 @@
+"""Maths problems with a checkable final answer: GSM8K, MATH, AIME, AMC, DAPO-Math and others in their row formats.
+
+One class, told by its arguments where question and answer stand; conf/task/*.yaml holds those arguments. Built by
+Hydra for experiments/; graded by otb.grading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from otb.grading import Grade, Outcome, extract_answer, grade_batch
+from otb.tasks.rows import Source, load_rows, provenance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from datasets import Dataset
+
+BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
+
+
+class Maths:
+    r"""A task of `otb.tasks.Task`. Data are read when first asked for; every complaint about them is a ValueError.
+
+    name: what errors and records call it.
+    path: a file (.jsonl, .json, .parquet, .csv), a folder of such files or of `save_to_disk`, or a hub id.
+    question_column, answer_column: names, or dotted paths into nested columns (`reward_model.ground_truth`). A question
+        is a string or a list of chat messages.
+    max_completion_length: tokens of a response, at most.
+    train_split, eval_split: a split's name; `only` = the one split there is; None = no such rows.
+    evaluation: another task whose evaluation rows serve instead of an own split (train on DAPO, evaluate on AIME24).
+    config, revision: of the hub's data set.
+    answer_after: the reference is what follows the last such mark in the answer column (GSM8K: `####`).
+    answer_marker: a response may also state its answer on a line that starts so (DAPO: `Answer:`).
+    system_prompt: a first message, where the row has none. instruction: ends the user's message, where it does not yet.
+    max_eval_rows: the first so many evaluation rows; None = all.
+    drop_unanswered: rows without a question or an answer are dropped; by default they are an error.
+    """
+
+    environment: Callable | None = None
+
+    def __init__(
+        self,
+        name: str,
+        path: str | None,
+        question_column: str,
+        answer_column: str,
+        max_completion_length: int,
+        train_split: str | None = None,
+        eval_split: str | None = None,
+        evaluation: Maths | None = None,
+        config: str | None = None,
+        revision: str | None = None,
+        answer_after: str | None = None,
+        answer_marker: str | None = None,
+        system_prompt: str | None = None,
+        instruction: str | None = BOXED,
+        max_eval_rows: int | None = None,
+        drop_unanswered: bool = False,
+    ) -> None:
+        if path is None:
+            raise ValueError(f"task {name} has path=null: no hub id of it is known to us. Try task.path=FOLDER.")
+        for key, count in {"max_completion_length": max_completion_length, "max_eval_rows": max_eval_rows}.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{key}={count} of task {name}; it counts from 1. Try {key}=32.")
+        if eval_split is not None and evaluation is not None:
+            raise ValueError(
+                f"task {name} has eval_split={eval_split!r} and evaluation={evaluation.name!r}; evaluation rows come "
+                f"from one of them. Try task.eval_split=null."
+            )
+        if train_split is not None and train_split == eval_split:
+            raise ValueError(
+                f"task {name} has train_split=eval_split={eval_split!r}: it would be evaluated on its training rows. "
+                f"Try task.train_split=null to evaluate only, or another split."
+            )
+        self.name, self.path, self.config, self.revision = name, path, config, revision
+        self.question_column, self.answer_column = question_column, answer_column
+        self.train_split, self.eval_split, self.evaluation = train_split, eval_split, evaluation
+        self.answer_after, self.answer_marker = answer_after, answer_marker
+        self.system_prompt, self.instruction = system_prompt, instruction
+        self.max_completion_length, self.max_eval_rows = max_completion_length, max_eval_rows
+        self.drop_unanswered = drop_unanswered
+
+    def train_dataset(self) -> Dataset:
+        """Rows `prompt` (chat messages), `answer` (str). ValueError where the task has no training rows."""
+        if self.train_split is None:
+            raise ValueError(
+                f"task {self.name} has train_split=null: its rows are for evaluation. Try task=gsm8k, or a training "
+                f"task with +task@task.evaluation={self.name}."
+            )
+        return self._train
+
+    def eval_dataset(self) -> Dataset:
+        """Rows as of `train_dataset`, from `evaluation` where there is one; at most `max_eval_rows`."""
+        rows = self._eval if self.evaluation is None else self.evaluation.eval_dataset()
+        return rows if self.max_eval_rows is None else rows.select(range(min(self.max_eval_rows, len(rows))))
+
+    @cached_property
+    def _train(self) -> Dataset:
+        return self._chat_rows(load_rows(self._source(self.train_split)))
+
+    @cached_property
+    def _eval(self) -> Dataset:
+        if self.eval_split is None:
+            raise ValueError(
+                f"task {self.name} has neither eval_split nor evaluation, so there is nothing to evaluate on. Try "
+                f"task.eval_split=test or +task@task.evaluation=math500."
+            )
+        source = self._source(self.eval_split)
+        if self.train_split is not None and source.local is not None and source.local.is_file():
+            raise ValueError(
+                f"path={self.path!r} is one file, so task {self.name} would be evaluated on its training rows. Try "
+                f"task.eval_split=null +task@task.evaluation=math500, or task.train_split=null to evaluate only."
+            )
+        return self._chat_rows(load_rows(source))
+
+    def _source(self, split: str) -> Source:
+        return Source(path=self.path, split=split, config=self.config, revision=self.revision)
+
+    def _chat_rows(self, rows: Dataset) -> Dataset:
+        from datasets import Features, List, Value
+
+        for column in (self.question_column, self.answer_column):
+            _require_column(rows, column, self.name, self.path)
+
+        # Plain locals: `datasets` names its cache by a hash of all that the function refers to.
+        question, answer, answer_after = self.question_column, self.answer_column, self.answer_after
+        system_prompt, instruction = self.system_prompt, self.instruction
+
+        def chat(row: Mapping) -> dict:
+            return {
+                "prompt": prompt_messages(_cell(row, question), system_prompt, instruction),
+                "answer": reference(_cell(row, answer), answer_after),
+            }
+
+        message = {"role": Value("string"), "content": Value("string")}
+        # Stated, or an `answer` column of floats would turn '27' back into 27.0.
+        features = Features({"prompt": List(message), "answer": Value("string")})
+        made = rows.map(chat, remove_columns=rows.column_names, features=features)
+        complete = [bool(row["prompt"] and row["answer"]) for row in made]
+        kept = [i for i, whole in enumerate(complete) if whole]
+        if len(kept) < len(made) and not self.drop_unanswered:
+            first = complete.index(False)
+            raise ValueError(
+                f"{len(made) - len(kept)} of {len(made)} rows of task {self.name} (path={self.path!r}) have no "
+                f"question or no answer, the first is row {first}; each needs both. Try task.drop_unanswered=true."
+            )
+        if not kept:
+            raise ValueError(
+                f"None of the {len(made)} rows of task {self.name} (path={self.path!r}) has a question and an answer. "
+                f"Check task.answer_column={self.answer_column} and task.answer_after={self.answer_after}."
+            )
+        return made if len(kept) == len(made) else made.select(kept)
+
+    def grades(self, completions: list, answer: list[str]) -> list[Grade]:
+        """The grade of each rollout: its last assistant message against the reference."""
+        return grade_batch([last_own_text(messages) for messages in completions], answer, self.answer_marker)
+
+    def reward(self, completions: list, answer: list[str], log_metric: Callable | None = None, **columns: Any) -> list:
+        """1.0 correct, 0.0 wrong or unparsable, None where the grader failed (unscored). One entry per rollout.
+
+        `log_metric(name, value)`, which TRL passes, receives the share of each outcome as `grades/<outcome>`.
+        """
+        grades = self.grades(completions, answer)
+        if log_metric is not None and grades:
+            counts = Counter(grade.outcome for grade in grades)
+            for outcome in Outcome:
+                log_metric(f"grades/{outcome}", counts[outcome] / len(grades))
+        return [grade.reward for grade in grades]
+
+    def provenance(self) -> dict:
+        """What was read, for environment.json: per part (train, eval) the source, its hashes and a hash of the rows.
+
+        `prompts_and_answers_sha256` is the same for a local copy and the hub's rows, whatever the file format.
+        """
+        parts = {}
+        if self.train_split is not None:
+            parts["train"] = self._part(self.train_split, self._train)
+        if self.evaluation is not None:
+            parts["eval"] = self.evaluation.provenance()["eval"]
+        elif self.eval_split is not None:
+            parts["eval"] = self._part(self.eval_split, self._eval)
+        return parts
+
+    def _part(self, split: str, rows: Dataset) -> dict:
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(json.dumps([row["prompt"], row["answer"]]).encode() + b"\n")
+        return provenance(self._source(split), rows) | {"prompts_and_answers_sha256": digest.hexdigest()}
+
+
+def prompt_messages(question: str | list | None, system_prompt: str | None, instruction: str | None) -> list[dict]:
+    """Chat messages that end with the user's; [] where there is no question. ValueError for another type of cell."""
+    if question is None or not question:
+        return []
+    if isinstance(question, str):
+        messages = [{"role": "user", "content": question.strip()}] if question.strip() else []
+    elif isinstance(question, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in question):
+        messages = [{"role": message["role"], "content": message["content"]} for message in question]
+    else:
+        raise ValueError(f"A question is {str(question)[:80]!r}; it must be a string or a list of chat messages.")
+    if not messages:
+        return []
+    if messages[-1]["role"] != "user":
+        raise ValueError(f"A prompt ends with the role {messages[-1]['role']!r}; the last message must be the user's.")
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    if instruction is not None and instruction not in messages[-1]["content"]:
+        messages[-1]["content"] += "\n\n" + instruction
+    return messages
+
+
+def reference(cell: Any, answer_after: str | None) -> str:
+    """The reference as a string, '' where there is none. 27.0 -> '27'. ValueError for a cell that is no answer."""
+    if cell is None or cell != cell:  # NaN, as pandas writes an empty number
+        return ""
+    if isinstance(cell, bool) or not isinstance(cell, (str, int, float)):
+        raise ValueError(f"An answer is {str(cell)[:80]!r} ({type(cell).__name__}); it must be a string or a number.")
+    text = str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
+    if answer_after is not None:
+        text = text.rpartition(answer_after)[2] if answer_after in text else ""
+    boxed = extract_answer(text) if "\\boxed" in text else None
+    return (boxed or text).strip()
+
+
+def last_own_text(messages: list[dict]) -> str:
+    """The text of the last assistant message; '' where there is none, or it holds only tool calls."""
+    own = [message for message in messages if message["role"] == "assistant"]
+    return (own[-1].get("content") or "") if own else ""
+
+
+def _cell(row: Mapping, column: str) -> Any:
+    """The cell at a dotted path; None where a nested part is missing in this row."""
+    for part in column.split("."):
+        row = row.get(part) if isinstance(row, Mapping) else None
+    return row
+
+
+def _require_column(rows: Dataset, column: str, name: str, path: str) -> None:
+    outer, *inner = column.split(".")
+    found = list(rows.column_names)
+    if outer in found and inner:
+        cell = rows[0][outer]
+        found = [f"{outer}.{key}" for key in cell] if isinstance(cell, dict) else [outer]
+    if ".".join([outer, *inner[:1]]) not in found:
+        raise ValueError(
+            f"Column {column!r} of task {name} is not in path={path!r}; found: {', '.join(sorted(found))}. Set "
+            f"task.question_column and task.answer_column."
+        )

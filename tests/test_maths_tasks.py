@@ -1,0 +1,421 @@
+"""Maths tasks: row formats, prompts, splits, errors before a model loads, rewards, provenance; and prefetching."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from otb.tasks.maths import BOXED, Maths, last_own_text, prompt_messages, reference
+from otb.tasks.rows import Source
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+TASKS = ["gsm8k", "math500", "aime24", "aime25", "amc23", "math_lvl3to5", "dapo_math"]
+
+GSM8K = [
+    {"question": "Two and two?", "answer": "2+2=<<2+2=4>>4\n#### 4"},
+    {"question": "Big?", "answer": "#### 1,200"},
+    {"question": "Debt?", "answer": "#### -5"},
+]
+VERL = [{"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2", "style": "rule"}}]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """Data sets prepared by a test stay in its folder."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write_jsonl(file: Path, rows: list[dict]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def gsm8k_folder(folder: Path, rows: list[dict] = GSM8K) -> Path:
+    write_jsonl(folder / "train.jsonl", rows)
+    write_jsonl(folder / "test.jsonl", rows[:1])
+    return folder
+
+
+def task(path, **arguments) -> Maths:
+    """A GSM8K-like task with some arguments replaced."""
+    usual = dict(
+        name="little",
+        question_column="question",
+        answer_column="answer",
+        answer_after="####",
+        max_completion_length=64,
+        train_split="train",
+        eval_split="test",
+    )
+    return Maths(path=str(path), **(usual | arguments))
+
+
+def composed(*overrides: str):
+    """The task node of the shipped configuration files."""
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(CONF), version_base=None):
+        return compose(overrides=[override.replace("task=", "+task=", 1) for override in overrides]).task
+
+
+def test_rows_of_gsm8k_become_prompts_and_answers(tmp_path):
+    little = task(gsm8k_folder(tmp_path))
+    rows = little.train_dataset()
+    assert rows.column_names == ["prompt", "answer"]
+    assert rows["answer"][:] == ["4", "1,200", "-5"]
+    assert rows[0]["prompt"] == [{"role": "user", "content": f"Two and two?\n\n{BOXED}"}]
+    assert len(little.eval_dataset()) == 1
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "saved"])
+def test_rows_are_the_same_in_every_file_format(tmp_path, suffix):
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_list(GSM8K)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    if suffix == "saved":
+        DatasetDict(train=rows, test=rows).save_to_disk(folder)
+    elif suffix == "csv":
+        rows.to_csv(folder / "train.csv")
+    elif suffix == "parquet":
+        rows.to_parquet(folder / "train-00000-of-00001.parquet")
+    else:
+        rows.to_json(folder / f"train.{suffix}", lines=suffix == "jsonl")
+    written = sorted(folder.rglob("*"))
+    little = task(folder, eval_split=None)
+    assert little.train_dataset()["answer"][:] == ["4", "1,200", "-5"]
+    assert sorted(folder.rglob("*")) == written  # the folder may be read-only
+    same = task(write_jsonl(tmp_path / "same.jsonl", GSM8K), eval_split=None)
+    key = "prompts_and_answers_sha256"
+    assert little.provenance()["train"][key] == same.provenance()["train"][key]
+
+
+def test_rows_in_verls_format_keep_their_messages(tmp_path):
+    columns = dict(question_column="prompt", answer_column="reward_model.ground_truth", answer_after=None)
+    path = write_jsonl(tmp_path / "rows.jsonl", VERL)
+    row = task(path, eval_split=None, instruction=None, **columns).train_dataset()[0]
+    assert row == {"prompt": VERL[0]["prompt"], "answer": "2"}
+
+
+def test_prompts_take_a_system_message_and_an_instruction_once():
+    messages = prompt_messages([{"role": "user", "content": "1+1?"}], "Be brief.", "Box it.")
+    assert [message["content"] for message in messages] == ["Be brief.", "1+1?\n\nBox it."]
+    assert prompt_messages(messages, "Be long.", "Box it.") == messages
+
+
+@pytest.mark.parametrize(
+    ("cell", "mark", "answer"),
+    [
+        ("5", None, "5"),
+        (27.0, None, "27"),
+        (2.5, None, "2.5"),
+        (7, None, "7"),
+        (None, None, ""),
+        (float("nan"), None, ""),
+        ("  ", None, ""),
+        ("a #### b #### 3 ", "####", "3"),
+        ("no mark", "####", ""),
+        ("\\boxed{\\frac{1}{2}}", None, "\\frac{1}{2}"),
+    ],
+)
+def test_reference_is_a_string_or_empty(cell, mark, answer):
+    assert reference(cell, mark) == answer
+
+
+def test_max_eval_rows_takes_the_first_rows(tmp_path):
+    write_jsonl(tmp_path / "test.jsonl", GSM8K)
+    little = task(tmp_path, train_split=None, max_eval_rows=2)
+    assert little.eval_dataset()["answer"][:] == ["4", "1,200"]
+
+
+def test_evaluation_rows_may_come_from_another_task(tmp_path):
+    other = task(gsm8k_folder(tmp_path / "other"), name="other", train_split=None)
+    path = write_jsonl(tmp_path / "rows.jsonl", GSM8K)
+    little = task(path, eval_split=None, evaluation=other)
+    assert (len(little.train_dataset()), len(little.eval_dataset())) == (3, 1)
+    found = little.provenance()
+    assert (found["train"]["rows"], found["eval"]["path"]) == (3, str(tmp_path / "other"))
+
+
+def test_provenance_hashes_the_files_that_were_read(tmp_path):
+    found = task(gsm8k_folder(tmp_path)).provenance()
+    for part, split in (("train", "train"), ("eval", "test")):
+        content = (tmp_path / f"{split}.jsonl").read_bytes()
+        assert found[part]["sha256"] == {f"{split}.jsonl": hashlib.sha256(content).hexdigest()}
+    json.dumps(found)
+
+
+def test_rewards_come_from_the_last_assistant_message_alone(tmp_path):
+    little = task(gsm8k_folder(tmp_path))
+    own = [{"role": "assistant", "content": "It is \\boxed{4}."}]
+    tool = [
+        {"role": "assistant", "content": "\\boxed{5}"},
+        {"role": "tool", "content": "\\boxed{4}"},
+        {"role": "assistant", "content": "\\boxed{6}"},
+        {"role": "tool", "content": "\\boxed{4}"},
+    ]
+    only_calls = [{"role": "assistant", "content": None, "tool_calls": []}]
+    logged = {}
+    rewards = little.reward([own, tool, only_calls, []], answer=["4"] * 4, log_metric=logged.__setitem__, level=[1] * 4)
+    assert rewards == [1.0, 0.0, 0.0, 0.0]
+    # one correct, one wrong, two without an answer
+    assert logged == {
+        "grades/correct": 0.25,
+        "grades/wrong": 0.25,
+        "grades/unparsable": 0.5,
+        "grades/grader_timeout": 0.0,
+        "grades/grader_error": 0.0,
+    }
+    assert last_own_text(tool) == "\\boxed{6}"
+    assert little.reward([own], answer=["\\text{(E)},"]) == [None]
+
+
+def broken(folder: Path, case: str) -> Maths:
+    """A task that has to be refused."""
+    good = gsm8k_folder(folder / "gsm8k")
+    unanswered = [*GSM8K, {"question": "What?", "answer": ""}, {"question": "Why?", "answer": "no mark"}]
+    (folder / "empty").mkdir()
+    (folder / "empty.jsonl").write_text("")
+    (folder / "half.jsonl").write_text('{"question": "a", "ans')
+    (folder / "notes.md").write_text("text")
+    (folder / "header.csv").write_text("question,answer\n")
+    verl = dict(question_column="prompt", answer_after=None, eval_split=None)
+    makers = {
+        "missing path": lambda: task(folder / "gsm9k"),
+        "no near miss": lambda: task(folder / "zzz" / "deep"),
+        "no data files": lambda: task(folder / "empty"),
+        "empty file": lambda: task(folder / "empty.jsonl", eval_split=None),
+        "no rows": lambda: task(folder / "header.csv", eval_split=None),
+        "half a file": lambda: task(folder / "half.jsonl", eval_split=None),
+        "unknown suffix": lambda: task(folder / "notes.md", eval_split=None),
+        "missing split": lambda: task(good, train_split="training"),
+        "several splits": lambda: task(good, train_split="only", eval_split=None),
+        "missing column": lambda: task(good, question_column="problem"),
+        "missing nested column": lambda: task(
+            write_jsonl(folder / "verl.jsonl", VERL), answer_column="reward_model.answer", **verl
+        ),
+        "unanswered rows": lambda: task(write_jsonl(folder / "un.jsonl", unanswered), eval_split=None),
+        "no answer at all": lambda: task(good, answer_after="Answer:", drop_unanswered=True),
+        "answer of a wrong type": lambda: task(
+            write_jsonl(folder / "list.jsonl", [{"question": "a", "answer": ["1", "2"]}]), eval_split=None
+        ),
+        "prompt that ends with the assistant": lambda: task(
+            write_jsonl(
+                folder / "ends.jsonl",
+                [{"prompt": [{"role": "assistant", "content": "Hm"}], "answer": "1"}],
+            ),
+            answer_column="answer",
+            **verl,
+        ),
+        "no training rows": lambda: task(good, train_split=None),
+        "no path": lambda: Maths("little", None, "question", "answer", 64),
+        "zero rows": lambda: task(good, max_eval_rows=0),
+        "same split": lambda: task(good, eval_split="train"),
+        "two evaluations": lambda: task(good, evaluation=task(good)),
+        "hub id not cached": lambda: task("some-org/some-set", config="main", revision="v2"),
+    }
+    return makers[case]()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("missing path", ["gsm9k", "does not exist", "gsm8k", "Did you mean"]),
+        ("no near miss", ["zzz", "does not exist", "hub id"]),
+        ("no data files", ["folder without data files", "nothing", ".jsonl"]),
+        ("empty file", ["empty.jsonl", "at least one row"]),
+        ("no rows", ["header.csv", "no row", "as csv"]),
+        ("half a file", ["half.jsonl", "no row that can be read as json", "complete"]),
+        ("unknown suffix", [".md", ".parquet"]),
+        ("missing split", ["no split 'training'", "test, train"]),
+        ("several splits", ["several splits", "test, train"]),
+        ("missing column", ["'problem'", "answer, question", "task.question_column"]),
+        ("missing nested column", ["reward_model.answer", "reward_model.ground_truth"]),
+        ("unanswered rows", ["2 of 5 rows", "row 3", "task.drop_unanswered=true"]),
+        ("no answer at all", ["None of the 3 rows", "Answer:"]),
+        ("answer of a wrong type", ["list", "string or a number"]),
+        ("prompt that ends with the assistant", ["'assistant'", "user's"]),
+        ("no training rows", ["train_split=null", "evaluation"]),
+        ("no path", ["path=null", "task.path=FOLDER"]),
+        ("zero rows", ["max_eval_rows=0", "Try"]),
+        ("same split", ["training rows", "train_split=null"]),
+        ("two evaluations", ["one of them", "task.eval_split=null"]),
+        (
+            "hub id not cached",
+            ["otb.prefetch --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_value_rule_and_fix(tmp_path, monkeypatch, case, words):
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError) as refused:
+        broken(tmp_path, case).train_dataset()
+    message = str(refused.value)
+    assert all(word in message for word in words), message
+    assert len(message) < 700 and "\n" not in message
+
+
+def test_unanswered_rows_are_dropped_by_choice(tmp_path):
+    rows = [*GSM8K, {"question": "What?", "answer": ""}, {"question": " ", "answer": "#### 3"}]
+    little = task(write_jsonl(tmp_path / "rows.jsonl", rows), eval_split=None, drop_unanswered=True)
+    assert len(little.train_dataset()) == 3
+
+
+def test_evaluation_on_the_file_that_is_trained_on_is_refused(tmp_path):
+    little = task(write_jsonl(tmp_path / "rows.jsonl", GSM8K))
+    assert len(little.train_dataset()) == 3
+    with pytest.raises(ValueError, match="evaluated on its training rows"):
+        little.eval_dataset()
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        task(tmp_path / "rows.jsonl", eval_split=None).eval_dataset()
+
+
+def test_a_path_that_exists_wins_over_a_hub_id_and_a_misspelt_relative_path_is_no_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gsm8k_folder(tmp_path / "data" / "gsm8k")
+    assert Source("data/gsm8k", "train").local == Path("data/gsm8k")
+    assert Source("openai/gsm8k", "train").local is None
+    with pytest.raises(ValueError, match="Did you mean .*gsm8k"):
+        _ = Source("data/gsm9k", "train").local
+
+
+def test_local_rows_never_touch_the_network(tmp_path):
+    gsm8k_folder(tmp_path / "gsm8k")
+    code = (
+        "import socket, sys\n"
+        "def refuse(*arguments, **_): raise AssertionError('network')\n"
+        "socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse\n"
+        "from otb.tasks.maths import Maths\n"
+        "task = Maths('t', sys.argv[1], 'question', 'answer', 9, 'train', 'test', answer_after='####')\n"
+        "assert len(task.train_dataset()) == 3 and len(task.eval_dataset()) == 1 and task.provenance()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment["HF_HOME"] = str(tmp_path / "home")
+    subprocess.run([sys.executable, "-c", code, tmp_path / "gsm8k"], cwd=ROOT, env=environment, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_file_names_only_arguments_that_exist(name):
+    from hydra.utils import instantiate
+
+    keys = ["task.path=elsewhere/set", "task.revision=v1", "task.max_eval_rows=8", "task.drop_unanswered=true"]
+    node = composed(f"task={name}", *keys)
+    built = instantiate(node)
+    assert (built.name, built.path, built.environment) == (name, "elsewhere/set", None)
+    assert built.evaluation is None or built.evaluation.eval_split == "only"
+
+
+def test_the_evaluation_task_is_chosen_on_the_command_line():
+    assert composed("task=dapo_math").evaluation.name == "aime24"
+    assert composed("task=dapo_math", "task@task.evaluation=math500").evaluation.name == "math500"
+
+
+@pytest.mark.parametrize(
+    ("name", "evaluation", "train_rows", "eval_rows"),
+    [
+        ("gsm8k", None, 7473, 1319),
+        ("math500", None, None, 500),
+        ("aime24", None, None, 30),
+        ("aime25", None, None, 30),
+        ("amc23", None, None, 40),
+        ("math_lvl3to5", "math500", 8521, 500),  # 8,523 rows, of which two have an empty answer
+    ],
+)
+def test_real_rows_load_through_the_shipped_task_files(name, evaluation, train_rows, eval_rows):
+    from hydra.utils import instantiate
+
+    shared = os.environ.get("OTB_SHARED")
+    if not shared:
+        pytest.skip("OTB_SHARED is not set: the folder whose data/ holds gsm8k, math500, aime24, ...")
+    paths = [f"task.path={shared}/data/{name}"]
+    paths += [f"task.evaluation.path={shared}/data/{evaluation}"] if evaluation else []
+    real = instantiate(composed(f"task={name}", *paths))
+    rows = real.eval_dataset()
+    assert len(rows) == eval_rows
+    if train_rows:
+        assert len(real.train_dataset()) == train_rows
+    answers = rows["answer"][:]
+    assert all(isinstance(answer, str) and answer for answer in answers)
+    completions = [[{"role": "assistant", "content": f"\\boxed{{{answer}}}"}] for answer in answers]
+    assert real.reward(completions, answer=answers) == [1.0] * eval_rows
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that records what is fetched from it, and has nothing named `absent/...`."""
+    import datasets
+    import huggingface_hub
+
+    fetched = []
+
+    def load_dataset(hub_id, config, revision):
+        fetched.append(("dataset", hub_id, config, revision))
+        return {"train": [1, 2, 3]}
+
+    def snapshot_download(hub_id, revision, allow_patterns):
+        if hub_id.startswith("absent/"):
+            raise ConnectionError("Couldn't reach the hub\nlong trace")
+        fetched.append(("model", hub_id, revision))
+        return "/cache/model"
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return fetched
+
+
+def test_prefetch_downloads_data_set_and_model(hub, capsys):
+    from otb.prefetch import main
+
+    assert main(["--dataset", "openai/gsm8k", "--config", "main", "--model", "a/b", "--model-revision", "v1"]) == 0
+    assert hub == [("dataset", "openai/gsm8k", "main", None), ("model", "a/b", "v1")]
+    assert "train 3 rows" in capsys.readouterr().out
+    assert main(["--dataset", "openai/gsm8k", "--revision", "v2"]) == 0
+    assert hub[-1] == ("dataset", "openai/gsm8k", None, "v2")
+
+
+def test_prefetch_reports_what_it_could_not_fetch_and_goes_on(hub, capsys):
+    from otb.prefetch import main
+
+    assert main(["--model", "absent/model", "--dataset", "openai/gsm8k"]) == 1
+    assert [kind for kind, *_ in hub] == ["dataset"]
+    message = capsys.readouterr().err
+    assert "absent/model could not be fetched (ConnectionError: Couldn't reach the hub)" in message
+    assert "HF_ENDPOINT" in message and "long trace" not in message
+
+
+def test_prefetch_is_refused_offline(hub, monkeypatch, capsys):
+    from otb.prefetch import main
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["--model", "a/b"]) == 1
+    assert hub == [] and "HF_HUB_OFFLINE=0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        ([], "Give --dataset ID, --model ID or both"),
+        (["--model", "a/b", "--config", "main"], "Give --dataset ID too"),
+        (["--model", "a/b", "--dataset", "c/d", "--revision", "v1"], "--model-revision"),
+    ],
+)
+def test_prefetch_refuses_arguments_that_do_not_fit(arguments, fix, capsys):
+    from otb.prefetch import main
+
+    with pytest.raises(SystemExit) as refused:
+        main(arguments)
+    assert refused.value.code == 2 and fix in capsys.readouterr().err
