@@ -10,6 +10,18 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import pytest
 
 
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu are skipped with a reason where there is no CUDA device; they never pass unseen."""
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder with reference vectors and real datasets; it is not part of the project."""

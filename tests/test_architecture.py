@@ -1,0 +1,64 @@
+"""Who may import whom, and what may not import torch: the house of README, enforced."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ANALYSIS_MAY_IMPORT = {"otb.records"}
+LEAVES = ("score_norms", "grading", "models", "records", "tiny_policy", "options")
+LEAF_MAY_IMPORT = {
+    "grading": {"otb.grader_process"},
+    "models": {"otb.records", "otb.warm_start", "otb.tasks.arithmetic"},
+    "options": {"otb"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of this project that a file imports, at any depth; type-checking imports are left out."""
+    found = set()
+    tree = ast.parse(path.read_text(encoding="utf8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.split(".")[0] in ("otb", "analysis", "experiments", "slurm")}
+
+
+def test_baselines_import_neither_torch_nor_trl_nor_each_other():
+    for path in (ROOT / "otb" / "baselines").glob("*.py"):
+        allowed = {"otb.baselines", "otb.baselines.weighted_mean"}
+        assert imports_of(path) <= allowed, path.name
+        assert "import torch\n" not in path.read_text().replace("    from torch", "")
+
+
+def test_analysis_imports_only_the_records_and_itself():
+    for path in (ROOT / "analysis").glob("*.py"):
+        outside = {name for name in imports_of(path) if not name.startswith("analysis")}
+        assert outside <= ANALYSIS_MAY_IMPORT, path.name
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_leaves_import_nothing_of_the_project_beyond_what_is_listed(leaf):
+    assert imports_of(ROOT / "otb" / f"{leaf}.py") <= LEAF_MAY_IMPORT.get(leaf, set())
+
+
+def test_only_the_trainers_touch_the_inside_of_trl():
+    for path in (ROOT / "otb").rglob("*.py"):
+        if path.name not in ("trainer.py",):
+            assert "from trl" not in path.read_text(), path.name
+
+
+@pytest.mark.parametrize(
+    "module", ["otb", "otb.records", "otb.run_lock", "otb.options", "otb.baselines.otb", "experiments.settings"]
+)
+def test_importing_the_light_modules_imports_no_torch(module):
+    code = f"import {module}, sys; sys.exit(bool({{'torch', 'trl', 'transformers'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,55 @@
+"""`python -m otb.conformance` on a small file made here, on damaged ones, and on the shared reference vectors."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from otb import conformance
+
+
+def reference_file(path, advantage_error=0.0):
+    """One group of two rollouts, by hand: w = 0.5 everywhere, lengths 2 and 1, rewards 1 and 0.
+
+    t=1: W = 0.5 each, B = 0.5 / (1 + eps). t=2: the first rollout is alone, baseline 0, advantage 1.
+    """
+    first = 0.5 / (1 + 1e-8)  # the formula's eps
+    arrays = {
+        "rewards": [[0.0, 1.0], [0.0, 0.0]],
+        "response_mask": [[1.0, 1.0], [1.0, 0.0]],
+        "group": [0, 0],
+        "log_probs": np.log([[0.5, 0.5], [0.5, 0.5]]),
+        "sum_pi_squared": [[0.5, 0.5], [0.5, 0.5]],
+        "advantages": [[1 - first + advantage_error, 1.0], [-first, 0.0]],
+    }
+    meta = [{"group_size": 2, "multi_turn": False, "zero_tail": True}]
+    np.savez(path, meta=json.dumps(meta), **{f"00/{key}": np.asarray(value) for key, value in arrays.items()})
+    return str(path)
+
+
+def test_conformance_accepts_a_hand_computed_case(tmp_path, capsys):
+    assert conformance.main([reference_file(tmp_path / "vectors.npz")]) == 0
+    assert "00 N=2" in capsys.readouterr().out
+
+
+def test_conformance_exits_1_where_a_case_disagrees(tmp_path, capsys):
+    assert conformance.main([reference_file(tmp_path / "vectors.npz", advantage_error=1e-7)]) == 1
+    assert "DISAGREES" in capsys.readouterr().out
+
+
+def test_conformance_names_a_file_of_another_format(tmp_path):
+    np.savez(tmp_path / "other.npz", a=np.zeros(2))
+    with pytest.raises(ValueError, match="no key 'meta'"):
+        conformance.main([str(tmp_path / "other.npz")])
+
+
+def test_every_reference_case_agrees_in_both_forms(shared, capsys):
+    assert conformance.main([str(shared / "vectors" / "otb_reference.npz")]) == 0
+
+
+def test_own_token_cases_agree_in_float64_to_the_last_digits(shared):
+    for case in conformance.load_cases(shared / "vectors" / "otb_reference.npz"):
+        if case.rewards.min() == 0:  # counted from the smallest return, the two forms are one formula
+            result = conformance.trainer_advantages(case, dtype=torch.float64)
+            torch.testing.assert_close(result, case.advantages, atol=1e-10, rtol=0)
