@@ -1,0 +1,157 @@
+"""Sums and differences of single digits, whose solutions differ much in length and certainty for one prompt. Offline.
+
+A demonstrator adds up term by term, tersely (`+8=9`) or in full (`1+8=9`). At each step he may slip. Either he notices
+(`no 1+8=9`), or he is confused: he slips again more easily, and rambles about the last step before he boxes a wrong
+total. A policy warm-started on that is right about half the time, and its wrong responses are the long ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+TERMS = (3, 4)
+LARGEST_TOTAL = 12
+TERSE_SHARE = 0.5
+SLIP_RATE = 0.2  # per step while the demonstrator is sure of himself
+CONFUSED_SLIP_RATE = 0.5  # per step after a slip that he did not notice
+NOTICE_RATE = 0.2
+RAMBLE_ROUNDS = (2, 8)
+HEDGES = ("hmm ", "wait ", "maybe ", "not sure ", "let me see ", "or ")
+BOXED = re.compile(r"\\boxed\{\s*([+-]?[0-9]{1,18})\s*\}")
+# Share of all problems that each use may draw from, in 1/8; the uses never share a problem, whatever their seeds.
+USES = {"evaluate": range(0, 1), "train": range(1, 4), "demonstrate": range(4, 8)}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Left-to-right chains of + and - such as `7+8-3+9`; every running total lies in [0, 12].
+
+    train_prompts, eval_prompts: rows of the two datasets. seed: which problems they hold (not how the policy was
+    warm-started). max_completion_length: own tokens; a response cut there has no answer and is rewarded with 0.
+    """
+
+    train_prompts: int = 2048
+    eval_prompts: int = 128
+    seed: int = 0
+    max_completion_length: int = 64
+
+    name: ClassVar[str] = "arithmetic"
+    environment: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        for key, most in (("train_prompts", 4096), ("eval_prompts", 1024)):
+            count = getattr(self, key)
+            if not 1 <= count <= most:
+                raise ValueError(f"{key}={count} is outside 1..{most}, as many problems as it may hold. Try {key}=128.")
+
+    def train_dataset(self) -> Dataset:
+        """`train_prompts` distinct problems: columns `prompt` (chat messages) and `answer` (str)."""
+        return self._dataset("train", self.train_prompts)
+
+    def eval_dataset(self) -> Dataset:
+        """`eval_prompts` distinct problems, none of them in the training set or among the demonstrations."""
+        return self._dataset("evaluate", self.eval_prompts)
+
+    def reward(self, completions: list, answer: list[str], **columns) -> list[float]:
+        """1.0 where the last `\\boxed{}` of the last assistant message holds the answer, else 0.0, junk included.
+
+        completions: a list of chat messages per rollout; answer: the reference, an integer as str.
+        """
+        return [float(boxed_integer(c) == int(a)) for c, a in zip(completions, answer, strict=True)]
+
+    def demonstrations(self, seed: int, n: int, noise: float = 1.0) -> list[list[dict]]:
+        """`n` demonstrations as chat messages (user, assistant), for otb/warm_start.py; a larger `n` only adds to them.
+
+        noise scales the rate of slips: at 0 all are right, at 1 about two thirds.
+        """
+        draw = random.Random(f"demonstrate {seed} {noise}")
+        problems = itertools.islice(_problems("demonstrate", draw), n)
+        return [[*_prompt(p), {"role": "assistant", "content": _demonstrate(p, draw, noise)}] for p in problems]
+
+    def _dataset(self, use: str, count: int) -> Dataset:
+        from datasets import Dataset
+
+        distinct: dict[str, None] = {}
+        for problem in _problems(use, random.Random(f"{use} {self.seed}")):
+            distinct[problem] = None
+            if len(distinct) == count:
+                break
+        return Dataset.from_list([{"prompt": _prompt(p), "answer": str(running_totals(p)[-1])} for p in distinct])
+
+
+def boxed_integer(completion: list) -> int | None:
+    """Integer in the last `\\boxed{}` of the last assistant message; None where there is none."""
+    messages = completion if isinstance(completion, list) else []
+    spoken = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
+    found = BOXED.findall(spoken[-1]) if spoken and isinstance(spoken[-1], str) else []
+    return int(found[-1]) if found else None
+
+
+def running_totals(problem: str) -> list[int]:
+    """'7+8-3' -> [7, 15, 12]."""
+    totals: list[int] = []
+    for term in re.findall(r"[+-]?\d", problem):
+        totals.append((totals[-1] if totals else 0) + int(term))
+    return totals
+
+
+def _prompt(problem: str) -> list[dict]:
+    return [{"role": "user", "content": problem}]
+
+
+def _problems(use: str, draw: random.Random) -> Iterator[str]:
+    """Endless random problems of one use. A problem's use follows from its digest alone."""
+    while True:
+        terms = draw.randint(*TERMS)
+        signs = [draw.choice("+-") for _ in range(terms - 1)]
+        problem = "".join([str(draw.randint(1, 9)), *(sign + str(draw.randint(1, 9)) for sign in signs)])
+        totals = running_totals(problem)
+        if min(totals) < 0 or max(totals) > LARGEST_TOTAL:
+            continue
+        if hashlib.sha256(problem.encode()).digest()[0] % 8 in USES[use]:
+            yield problem
+
+
+def _demonstrate(problem: str, draw: random.Random, noise: float = 1.0) -> str:
+    """One solution; a pure function of the problem, the noise and the state of `draw`."""
+    first, *steps = re.findall(r"[+-]?\d", problem)
+    terse = draw.random() < TERSE_SHARE
+    total, sure, text = int(first), True, ""
+    for step in steps:
+        right = total + int(step)
+        shown = f"{step}=" if terse else f"{total}{step}="
+        slipped = draw.random() < (SLIP_RATE if sure else CONFUSED_SLIP_RATE) * noise
+        total = _near(right, draw) if slipped else right
+        text += f"{shown}{total}, "
+        if slipped and draw.random() < NOTICE_RATE:
+            total = right
+            text += f"no {shown}{total}, "
+        elif slipped:
+            sure = False
+    if not sure:
+        total, rambling = _ramble(steps[-1], total, draw)
+        text += rambling
+    return f"{text}\\boxed{{{total}}}"
+
+
+def _near(value: int, draw: random.Random) -> int:
+    """A wrong value close to `value`."""
+    return value + draw.choice((-3, -2, -1, 1, 2, 3))
+
+
+def _ramble(step: str, total: int, draw: random.Random) -> tuple[int, str]:
+    """The last step over and over, once the total is lost -> (the total settled on, the text)."""
+    text = ""
+    for _ in range(draw.randint(*RAMBLE_ROUNDS)):
+        total = _near(total, draw)
+        text += f"{draw.choice(HEDGES)}{step}={total}, "
+    return total, text
