@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head
@@ -29,7 +28,7 @@ from otb.options import refuse_options
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.score_norms import logit_gradient_proxy
 
-logger = logging.get_logger(__name__)
+LENGTH_CHUNKS = 4  # of the own pass; more would save little padding and make its matrices small
 
 
 class _SingleRollout(int):
@@ -164,18 +163,30 @@ class OTBTrainer(GRPOTrainer):
                 return log_probs, log_sum_sq_probs
         if "pixel_values" in output:
             raise ValueError("Images beside a baseline that needs score norms are not supported; use baseline=rloo.")
+        return self._own_pass(output)
+
+    def _own_pass(self, output: dict) -> tuple[Tensor, Tensor]:
+        """The extra forward, without gradient: rollouts of similar length together, each chunk as wide as its longest.
+
+        A padded batch is mostly padding where lengths differ; sorting it takes a third off this pass and more.
+        """
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         attention_mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        prompt_width = output["prompt_ids"].size(1)
+        lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
+        rows_per_chunk = min(self.args.per_device_train_batch_size, -(-len(ids) // LENGTH_CHUNKS))
+        log_probs = torch.zeros(output["completion_ids"].shape, device=ids.device)
+        log_sum_sq_probs = torch.zeros_like(log_probs)
         checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
         with torch.no_grad(), checkpointing_off:
-            self._get_per_token_logps_and_entropies(
-                self.model,
-                ids,
-                attention_mask,
-                output["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size,
-            )
-        return self._passes[-1]
+            for rows in lengths.argsort().split(rows_per_chunk):
+                width = max(1, int(lengths[rows[-1]]))
+                chunk = slice(prompt_width + width)
+                self._get_per_token_logps_and_entropies(
+                    self.model, ids[rows, chunk], attention_mask[rows, chunk], width
+                )
+                log_probs[rows, :width], log_sum_sq_probs[rows, :width] = self._passes.pop()
+        return log_probs, log_sum_sq_probs
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         def trl_pass():

@@ -60,33 +60,34 @@ def test_trainer_advantages_equal_naive_loops_over_full_logits(tmp_path, untrain
         assert expected.abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("passes", "options"), [(1, dict()), (1, dict(num_iterations=2)), (2, dict(beta=0.1))])
-def test_trainer_adds_at_most_one_forward_and_none_where_trl_makes_its_own(
-    tmp_path, untrained, tokenizer, monkeypatch, passes, options
-):
-    calls = []
+@pytest.fixture
+def rows_without_gradient(monkeypatch) -> list[int]:
+    """Collects how many rollouts each no-grad forward scores."""
+    rows = []
     original = GRPOTrainer._get_per_token_logps_and_entropies
 
-    def counting(self, *args, **kwargs):
-        calls.append(torch.is_grad_enabled())
-        return original(self, *args, **kwargs)
+    def counting(self, model, input_ids, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            rows.append(len(input_ids))
+        return original(self, model, input_ids, *args, **kwargs)
 
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counting)
+    return rows
+
+
+@pytest.mark.parametrize(("passes", "options"), [(1, dict()), (1, dict(num_iterations=2)), (2, dict(beta=0.1))])
+def test_trainer_adds_at_most_one_forward_and_none_where_trl_makes_its_own(
+    tmp_path, untrained, tokenizer, rows_without_gradient, passes, options
+):
+    """With num_iterations=2 the one pass is TRL's old log-probs, with beta one of the two is the reference model's."""
     recorded(tmp_path, untrained, tokenizer, max_steps=1, **options)
-    assert calls.count(False) == passes
+    assert sum(rows_without_gradient) == passes * 16
 
 
-def test_baselines_without_energy_pay_for_no_extra_forward(tmp_path, untrained, tokenizer, monkeypatch):
-    calls = []
-    original = GRPOTrainer._get_per_token_logps_and_entropies
-    monkeypatch.setattr(
-        GRPOTrainer,
-        "_get_per_token_logps_and_entropies",
-        lambda self, *a, **k: calls.append(torch.is_grad_enabled()) or original(self, *a, **k),
-    )
+def test_baselines_without_energy_pay_for_no_extra_forward(tmp_path, untrained, tokenizer, rows_without_gradient):
     for baseline in (group_mean, grpo, rloo, none):
         recorded(tmp_path, untrained, tokenizer, max_steps=1, baseline=baseline)
-    assert calls.count(False) == 0
+    assert rows_without_gradient == []
 
 
 def test_log_energy_adds_energy_metrics_to_any_arm(tmp_path, untrained, tokenizer):
