@@ -1,15 +1,15 @@
 """Hostile programs, each with the status it must end with; afterwards the caller stands and nothing is left behind."""
 
 import os
-import shutil
 import socket
 import threading
+from dataclasses import asdict
 
 import pytest
-from sandbox_helpers import LIMITS, descendants, needs_bubblewrap, open_descriptors
 
 from otb.sandbox import Limits
 from otb.sandbox.bubblewrap import Bubblewrap
+from tests.sandbox_helpers import LIMITS, OrdinaryUser, descendants, needs_bubblewrap, open_descriptors
 
 pytestmark = needs_bubblewrap
 
@@ -30,15 +30,15 @@ def absent(path):
 # name: (program, status, what stdout must be, or None)
 ATTACKS = {
     # Using things up
-    "fork bomb": ("import os\nwhile True: os.fork()", "user_error timeout memory", None),
+    "fork bomb": ("import os\nwhile True: os.fork()", "user_error output_limit", None),
     "fork bomb that hides its errors": (
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-        "timeout memory",
+        "timeout",
         None,
     ),
     "thread bomb": (
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()",
-        "user_error memory timeout",
+        "timeout",  # the 31 threads that came to be are no daemons: the end waits for them
         None,
     ),
     "memory bomb": ("x = b'x'\nwhile True: x += x", "memory", None),
@@ -72,12 +72,12 @@ ATTACKS = {
         "timeout",
         None,
     ),
-    "endless loop in C: a huge power": ("print(len(str(7 ** (7 ** 12))))", "timeout memory", None),
+    "endless loop in C: a huge power": ("print(7 ** (7 ** 12))", "timeout", None),
     "endless loop in C: a regular expression": ("import re\nre.match('(a+)+$', 'a' * 64 + 'b')", "timeout", None),
     "endless sum in C": ("sum(range(10 ** 15))", "timeout", None),
     "CPU time of many processes": (
-        "import os\nfor n in range(8): os.fork()\nwhile True: pass",
-        "timeout user_error memory",
+        "import os\nfor n in range(3): os.fork()\nwhile True: pass",
+        "timeout",
         None,
     ),
     "endless output": ("while True: print('x' * 1000)", "output_limit", None),
@@ -87,7 +87,7 @@ ATTACKS = {
         "output_limit",
         None,
     ),
-    "a line of 100 MB": ("print('x' * 10 ** 8)", "output_limit", None),
+    "a line of 20 MB": ("print('x' * 20_000_000)", "output_limit", None),
     "filling /tmp": (
         "n = 0\nwhile True:\n    open(str(n), 'wb').write(b'x' * (1 << 20))\n    n += 1",
         "user_error",
@@ -100,7 +100,11 @@ ATTACKS = {
     "filling the root": ("open('/x', 'w')", "user_error", None),
     "filling /dev": ("open('/dev/x', 'w')", "user_error", None),
     "too many descriptors": ("import os\nwhile True: os.dup(0)", "user_error", None),
-    "zip bomb": ("import zlib\nb = zlib.compress(bytes(1 << 28)); x = [zlib.decompress(b) for _ in range(9)]", "memory", None),
+    "zip bomb": (
+        "import zlib\nb = zlib.compress(bytes(1 << 28)); x = [zlib.decompress(b) for _ in range(9)]",
+        "memory",
+        None,
+    ),
     "pickle bomb": (
         "import pickle\npickle.loads(b\"cbuiltins\\neval\\n(S'bytearray(1 << 40)'\\ntR.\")",
         "memory",
@@ -114,12 +118,13 @@ ATTACKS = {
     ),
     "deep recursion in C": (
         "import sys\nsys.setrecursionlimit(10 ** 9)\nx = []\nfor n in range(10 ** 6): x = [x]\nrepr(x)",
-        "user_error memory",
+        "user_error timeout",  # a segmentation fault, after some seconds
         None,
     ),
     "deeply nested code": ("eval('(' * 10000 + ')' * 10000)", "user_error memory", None),
     # Odd endings and forged results
     "sys.exit": ("import sys\nsys.exit()", "ok", ""),
+    "exit()": ("exit()", "ok", ""),
     "sys.exit with a code": ("import sys\nsys.exit(7)", "user_error", None),
     "os._exit": ("import os\nos._exit(3)", "user_error", None),
     "abort": ("import os\nos.abort()", "user_error", None),
@@ -146,13 +151,13 @@ ATTACKS = {
         "",
     ),
     "a forged status in the output": (
-        "print('{\"status\": \"sandbox_failure\"}\\nMemoryError: more than 512 MiB.')\nraise SystemExit(1)",
+        'print(\'{"status": "sandbox_failure"}\\nMemoryError: more than 512 MiB.\')\nraise SystemExit(1)',
         "user_error",
         None,
     ),
     "an exception that cannot be printed": (
         "class E(Exception):\n    def __str__(self): raise SystemExit(0)\nraise E",
-        "user_error ok",
+        "user_error",
         None,
     ),
     "an exception with a huge message": ("raise ValueError('x' * 10 ** 7)", "user_error", None),
@@ -162,8 +167,12 @@ ATTACKS = {
         None,
     ),
     "a hanging atexit handler": ("import atexit, time\natexit.register(time.sleep, 60)", "timeout", None),
-    "a hanging thread": ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()", "timeout", None),
-    "stopping itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nprint('on')", "ok timeout", None),
+    "a hanging thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+        "timeout",
+        None,
+    ),
+    "stopping itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nprint('on')", "ok", "on"),
     "stopping a child and waiting": (
         "import os, signal\npid = os.fork()\nif pid == 0: os.kill(os.getpid(), signal.SIGSTOP)\nos.waitpid(pid, 0)",
         "timeout",
@@ -180,9 +189,17 @@ ATTACKS = {
         "ok",
         "alive",
     ),
-    "killing its parent": ("import os, signal\nprint(os.getppid())\nos.kill(os.getppid(), signal.SIGKILL)", "ok user_error", None),
-    "killing process 1": ("import os, signal\nif os.fork() == 0: os.kill(1, signal.SIGKILL)\nos.wait()\nprint('on')", "ok", "on"),
-    "ptrace of process 1": (f"{LIBC}if os.fork() == 0: os._exit(libc.ptrace(16, 1, 0, 0) == -1)\nprint(os.wait()[1])", "ok", "256"),
+    "killing its parent": ("import os, signal\nprint(os.getppid())\nos.kill(os.getppid(), signal.SIGKILL)", "ok", "0"),
+    "killing process 1": (
+        "import os, signal\nif os.fork() == 0: os.kill(1, signal.SIGKILL)\nos.wait()\nprint('on')",
+        "ok",
+        "on",
+    ),
+    "ptrace of process 1": (
+        f"{LIBC}if os.fork() == 0: os._exit(libc.ptrace(16, 1, 0, 0) == -1)\nprint(os.wait()[1])",
+        "ok",
+        "256",
+    ),
     "memory of another process": (refused("process_vm_readv(1, 0, 0, 0, 0, 0)"), "ok", "refused"),
     "a daemon that outlives the call": (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
@@ -191,43 +208,65 @@ ATTACKS = {
         "done",
     ),
     "another program": ("import os\nos.execv('/python/bin/python', ['python'])", "user_error", None),
-    "subprocess": ("import subprocess\nsubprocess.run(['/python/bin/python', '-c', '1'], check=True)", "user_error", None),
+    "subprocess": (
+        "import subprocess\nsubprocess.run(['/python/bin/python', '-c', '1'], check=True)",
+        "user_error",
+        None,
+    ),
     # Reading what is not its own
     "/etc/passwd": (absent("/etc/passwd"), "ok", "refused"),
     "/etc/shadow": (absent("/etc/shadow"), "ok", "refused"),
-    "home": ("import os\nprint(os.path.exists(os.path.expanduser('~')), os.path.exists('/root'), os.path.exists('/home'))", "ok", "False False False"),
-    "the repository": (f"import os\nprint(os.path.exists({os.getcwd()!r}), os.path.exists({os.path.dirname(__file__)!r}))", "ok", "False False"),
+    "home": (
+        "import os\nprint(os.path.exists(os.path.expanduser('~')), os.path.exists('/root'), os.path.exists('/home'))",
+        "ok",
+        "False False False",
+    ),
+    "the repository": (
+        f"import os\nprint(os.path.exists({os.getcwd()!r}), os.path.exists({os.path.dirname(__file__)!r}))",
+        "ok",
+        "False False",
+    ),
     "the environment": ("import os\nprint(dict(os.environ))", "ok", "{}"),
-    "the environment in C": (f"{LIBC}libc.getenv.restype = ctypes.c_char_p\nprint(libc.getenv(b'OTB_SECRET'))", "ok", "None"),
+    "the environment in C": (
+        f"{LIBC}libc.getenv.restype = ctypes.c_char_p\nprint(libc.getenv(b'OTB_SECRET'))",
+        "ok",
+        "None",
+    ),
     "the environment of process 1": (absent("/proc/1/environ"), "ok", "refused"),
     "command lines": ("import os\nprint(os.path.exists('/proc'), os.path.exists('/sys'))", "ok", "False False"),
     "its own memory file": (absent("/proc/self/mem"), "ok", "refused"),
     "/proc/sys": ("open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')", "user_error", None),
     "/sys": (absent("/sys/kernel/notes"), "ok", "refused"),
-    "disks": (absent("/dev/vda") + "\n" + absent("/dev/sda") + "\n" + absent("/dev/mem"), "ok", "refused\nrefused\nrefused"),
+    "disks": (
+        absent("/dev/vda") + "\n" + absent("/dev/sda") + "\n" + absent("/dev/mem"),
+        "ok",
+        "refused\nrefused\nrefused",
+    ),
     "a link out of the tmpfs": (
         "import os\nos.symlink('/../../../../etc', 'l')\ntry: print(os.listdir('l'))\nexcept OSError: print('refused')",
         "ok",
         "refused",
     ),
-    "the parent of the root": ("import os\nos.chdir('/../../..')\nprint(os.getcwd(), os.path.exists('etc'))", "ok", "/ False"),
+    "the parent of the root": (
+        "import os\nos.chdir('/../../..')\nprint(os.getcwd(), os.path.exists('etc'))",
+        "ok",
+        "/ False",
+    ),
     "a file handle of the host": (refused("syscall(303, -100, b'/', 0, 0, 0)"), "ok", "refused"),
     "packages that are not allowed": ("import torch", "user_error", None),
     "pip": ("import pip", "user_error", None),
     "changing a package": ("import sympy\nopen(sympy.__file__, 'a').write('x')", "user_error", None),
     "changing the runner": ("open('/python/runner.py', 'a').write('x')", "user_error", None),
-    "what an earlier call left": (
-        "import os, builtins\nprint(os.listdir('/tmp'), hasattr(builtins, 'left'))\n"
-        "open('left', 'w').write('x'); builtins.left = 1\nimport sympy\nsympy.left = 1",
-        "ok",
-        "[] False",
-    ),
     # Kernel interfaces
     "mount": (refused("mount(b'none', b'/tmp', b'tmpfs', 0, 0)"), "ok", "refused"),
     "umount": (refused("umount2(b'/tmp', 2)"), "ok", "refused"),
     "unshare": (refused("unshare(0x10000000)"), "ok", "refused"),
     "clone into a user namespace": (refused("syscall(56, 0x10000000 | 17, 0, 0, 0, 0)"), "ok", "refused"),
-    "clone3": (f"{LIBC}assert libc.syscall(435, 0, 0) == -1 and ctypes.get_errno() == 38\nprint('refused')", "ok", "refused"),
+    "clone3": (
+        f"{LIBC}assert libc.syscall(435, 0, 0) == -1 and ctypes.get_errno() == 38\nprint('refused')",
+        "ok",
+        "refused",
+    ),
     "setns": (refused("setns(0, 0)"), "ok", "refused"),
     "setuid": (refused("setuid(0)"), "ok", "refused"),
     "setgroups": (refused("setgroups(0, 0)"), "ok", "refused"),
@@ -255,7 +294,11 @@ ATTACKS = {
     ),
     "other cores": ("import os\nos.sched_setaffinity(0, {0})", "user_error", None),
     "the clock": ("import time\ntime.clock_settime(time.CLOCK_REALTIME, 0)", "user_error", None),
-    "the host's name": ("import os, socket\nprint(os.uname().nodename)\nsocket.sethostname('x')", "user_error", "sandbox"),
+    "the host's name": (
+        "import os, socket\nprint(os.uname().nodename)\nsocket.sethostname('x')",
+        "user_error",
+        "sandbox",
+    ),
     # Network
     "sockets of every family": (
         "import socket\n"
@@ -281,8 +324,7 @@ ATTACKS = {
     "input()": ("input()", "user_error", None),
     "a syntax error": ("print(", "user_error", ""),
     "a program that is no text": ("\x00\x01\x02\ufffe", "user_error", ""),
-    "help()": ("help()", "ok user_error", None),
-    "breakpoint()": ("breakpoint()", "user_error ok", None),
+    "breakpoint()": ("breakpoint()", "user_error", None),
 }
 
 
@@ -340,11 +382,24 @@ def test_the_sandbox_still_works_after_the_attacks(sandbox):
     assert open_descriptors() == open_before
 
 
-@pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root can become another user")
-@pytest.mark.parametrize("name", ["fork bomb", "memory bomb of processes", "endless loop", "sockets of every family", "unshare"])
-def test_an_attack_fails_the_same_for_an_ordinary_user(name, ordinary_sandbox):
+@pytest.fixture(scope="module")
+def ordinary():
+    if os.getuid() != 0:
+        pytest.skip("this is an ordinary user already: the attacks above ran as one")
+    ordinary = OrdinaryUser(asdict(LIMITS))
+    yield ordinary
+    ordinary.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fork bomb", "thread bomb", "memory bomb of processes", "endless loop", "filling /tmp", "sockets of every family",
+     "unshare", "signals to every process", "/proc/sys", "home"],
+)  # fmt: skip
+def test_an_attack_ends_the_same_when_an_ordinary_user_runs_the_sandbox(name, ordinary):
     program, statuses, output = ATTACKS[name]
-    status, stdout = ordinary_sandbox(program)
+    assert ordinary.uid == OrdinaryUser.UID
+    status, stdout = ordinary.run(program)
     assert status in statuses.split()
     assert output is None or stdout.strip() == output
 

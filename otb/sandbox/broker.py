@@ -1,0 +1,387 @@
+"""The small process between the trainer and bubblewrap: it starts the sandbox and holds every call to its limits.
+
+The trainer starts it before it grows (forking a process of many gigabytes is slow, and bubblewrap's die-with-parent
+follows the thread that started it) and speaks to it over a socket: the set-up first, then one request a call. It ends
+with the trainer, however that ends, and everything in the sandbox ends with it. Standard library only; run as a script.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+
+# As in runner.py.
+MEMORY_EXIT = 86
+REQUEST = struct.Struct("=QdQQQ")
+REPORT = struct.Struct("=BQid")
+READY, STARTED, ENDED = range(3)
+
+START_SECONDS = 20  # from a request to the program's first instruction; a loaded machine needs some of it
+TICK = 0.02  # seconds between two looks at memory and CPU time
+PAGE = os.sysconf("SC_PAGE_SIZE")
+CLOCK = os.sysconf("SC_CLK_TCK")
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def become_ordinary(setup):
+    """As root: binds the runtime where another uid can read it (in a mount namespace of its own) and becomes that uid.
+
+    The kernel never enforces RLIMIT_NPROC for the host's uid 0, whatever it is called inside, and lets it write to
+    /proc/sys; the Python installation often lies in a folder that only root may enter.
+    """
+    ms_bind, ms_rec, ms_private, clone_newns = 4096, 16384, 1 << 18, 0x00020000
+    libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+    refusal = "root without the right to mount cannot hand the runtime to another uid"
+    if libc.unshare(clone_newns) != 0 or libc.mount(b"none", b"/", None, ms_rec | ms_private, None) != 0:
+        raise OSError(ctypes.get_errno(), refusal)
+    opened = [os.open(source, os.O_PATH) for source, _ in setup["binds"]]  # /tmp may hold some: opened before it goes
+    if libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, b"mode=0755") != 0:
+        raise OSError(ctypes.get_errno(), refusal)
+    for number, (descriptor, bind) in enumerate(zip(opened, setup["binds"], strict=True)):
+        target = f"/tmp/{number}"
+        if os.path.isdir(bind[0]):
+            os.mkdir(target)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+        if libc.mount(f"/proc/self/fd/{descriptor}".encode(), target.encode(), None, ms_bind | ms_rec, None) != 0:
+            raise OSError(ctypes.get_errno(), f"bind mount of {bind[0]}")
+        os.close(descriptor)
+        bind[0] = target
+    os.setgroups([])
+    os.setresgid(setup["uid"], setup["uid"], setup["uid"])
+    os.setresuid(setup["uid"], setup["uid"], setup["uid"])
+    libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: keeps /proc/self our own after the change of uid
+
+
+def processes(root):
+    """The live processes of the tree below and with `root`, host pids."""
+    found = [root]
+    for pid in found:
+        try:
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children") as file:
+                    found += map(int, file.read().split())
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+def resident(pids):
+    """Bytes resident, shared pages counted once per process: an upper bound of `proportional` that costs little."""
+    total = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm") as file:
+                total += int(file.read().split()[1]) * PAGE
+        except OSError:
+            continue
+    return total
+
+
+def proportional(pids):
+    """Bytes of memory and swap, shared pages divided among those who share them (PSS)."""
+    total = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/smaps_rollup") as file:
+                total += sum(int(line.split()[1]) << 10 for line in file if line.startswith(("Pss:", "SwapPss:")))
+        except OSError:
+            continue
+    return total
+
+
+def cpu_seconds(pids):
+    """CPU seconds of these processes and of the children they have waited for."""
+    total = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                total += sum(map(int, file.read().rpartition(")")[2].split()[11:15])) / CLOCK
+        except OSError:
+            continue
+    return total
+
+
+class Call:
+    """One program on its way: waiting, starting (sent), going (began), ended."""
+
+    def __init__(self, request):
+        self.id, self.limits, self.code = request["id"], request["limits"], request["code"]
+        self.pidfd = self.began = self.verdict = self.failure = None
+        self.text = {}  # descriptor -> what came in
+
+    def send(self, runner):
+        code = os.memfd_create("code")
+        with open(os.dup(code), "wb") as file:
+            file.write(self.code.encode("utf-8", "surrogatepass"))
+            file.seek(0)
+        self.code = None
+        pipes = [os.pipe() for _ in range(3)]
+        self.out, self.err, self.go = (read for read, _ in pipes)
+        for read, _ in pipes:
+            os.set_blocking(read, False)
+            self.text[read] = b""
+        theirs = [code, *(write for _, write in pipes)]
+        self.deadline = time.monotonic() + START_SECONDS
+        limits = (self.limits[name] for name in ("cpu_seconds", "memory_bytes", "processes", "file_bytes"))
+        with contextlib.suppress(BrokenPipeError):  # the runner's end shows in the poll, and finishes this call
+            socket.send_fds(runner, [REQUEST.pack(self.id, *limits)], theirs)
+        for descriptor in theirs:
+            os.close(descriptor)
+
+    def read(self, descriptor):
+        """Takes what is there, up to the limit. Returns whether more is wanted."""
+        most = 4 * self.limits["output_characters"] + 4  # bytes: UTF-8 has at most 4 a character
+        while len(self.text[descriptor]) <= most:
+            try:
+                data = os.read(descriptor, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self.text[descriptor] += data
+            if descriptor == self.go:
+                self.note_go()
+            elif self.too_long(descriptor):
+                self.kill("output_limit")
+        return False
+
+    def too_long(self, descriptor):
+        text = self.text[descriptor]
+        limit = self.limits["output_characters"]
+        return len(text) > limit and len(text.decode("utf-8", "replace")) > limit
+
+    def note_go(self):
+        word = self.text[self.go]
+        if word.startswith(b"+"):
+            (self.began,) = struct.unpack("=d", word[1:])
+            if self.verdict is None:
+                self.deadline = self.began + self.limits["wall_seconds"]
+        else:
+            self.failure = word[1:].decode()
+
+    def kill(self, verdict):
+        self.verdict = self.verdict or verdict
+        self.deadline = time.monotonic() + START_SECONDS  # for the dying
+        if self.pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # process 1: its whole namespace goes with it
+
+    def look(self):
+        """The limits that the kernel does not hold for a tree of processes without a cgroup."""
+        with open(f"/proc/self/fdinfo/{self.pidfd}") as file:
+            pids = processes(int(next(line for line in file if line.startswith("Pid:")).split()[1]))  # -1 = it is gone
+        if resident(pids) > self.limits["memory_bytes"] and proportional(pids) > self.limits["memory_bytes"]:
+            self.kill("memory")
+        elif cpu_seconds(pids) > self.limits["cpu_seconds"]:
+            self.kill("timeout")
+
+    def result(self, code, cpu):
+        """code: exit status, negative = signal, None = the runner is gone; cpu: seconds of process 1."""
+        seconds = time.monotonic() - self.began if self.began else 0.0
+        for descriptor in (self.go, self.out, self.err):
+            self.read(descriptor)  # every writer is dead: this is all there will be
+        status, note = self.verdict, ""
+        if not self.began or code is None or status == "sandbox_failure":
+            status, note = "sandbox_failure", self.failure or f"the program never started (exit code {code})"
+        elif status is None and (self.too_long(self.out) or self.too_long(self.err)):
+            status = "output_limit"
+        elif status is None and code == -signal.SIGKILL:
+            # Nothing inside can send this to process 1: it was the CPU limit or the machine running out of memory.
+            status = "timeout" if cpu >= self.limits["cpu_seconds"] else "memory"
+        elif status is None:
+            status = {0: "ok", MEMORY_EXIT: "memory"}.get(code, "user_error")
+        if status == "user_error" and not self.text[self.err]:
+            note = f"exit code {code}" if code > 0 else f"killed by a signal: {signal.strsignal(-code) or -code}"
+        most = self.limits["output_characters"] + 1  # one more, so that the trainer sees that there was more
+        output = {name: self.text[end].decode("utf-8", "replace")[:most] for name, end in self.ends()}
+        return {"id": self.id, "status": status, "seconds": seconds, "note": note} | output
+
+    def ends(self):
+        return ("out", self.out), ("err", self.err)
+
+    def close(self):
+        for descriptor in (*self.text, *([self.pidfd] if self.pidfd is not None else [])):
+            os.close(descriptor)
+
+
+class Broker:
+    def __init__(self, trainer, parent):
+        self.trainer, self.parent = trainer, os.pidfd_open(parent)
+        self.inbox = bytearray()
+        self.setup = self.runner = self.sandbox = None
+        self.ready = False
+        self.waiting, self.running, self.owner = [], {}, {}  # owner: descriptor -> call
+        self.poll = select.poll()
+        for descriptor in (self.trainer.fileno(), self.parent):
+            self.poll.register(descriptor, select.POLLIN)
+
+    def start_sandbox(self):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.set_inheritable(True)
+        self.errors = os.memfd_create("stderr")
+        arguments = [a.replace("@BROKER@", str(theirs.fileno())) for a in self.setup["command"]]
+        actions = [
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0),
+            (os.POSIX_SPAWN_DUP2, self.errors, 2),
+        ]
+        self.sandbox = os.posix_spawn(arguments[0], arguments, {}, file_actions=actions)
+        theirs.close()
+        self.runner, self.ready = ours, False
+        with contextlib.suppress(BrokenPipeError):  # bubblewrap did not come far: the poll will show it
+            self.runner.send(bytes.fromhex(self.setup["filter"]))
+        self.poll.register(ours, select.POLLIN)
+
+    def tell(self, message):
+        data = json.dumps(message).encode()
+        self.trainer.sendall(struct.pack("!I", len(data)) + data)
+
+    def hear_trainer(self):
+        data = self.trainer.recv(1 << 20)
+        if not data:
+            raise EOFError
+        self.inbox += data
+        while len(self.inbox) >= 4 and len(self.inbox) >= 4 + (size := struct.unpack_from("!I", self.inbox)[0]):
+            message = json.loads(self.inbox[4 : 4 + size])
+            del self.inbox[: 4 + size]
+            if self.setup is None:
+                self.set_up(message)
+            else:
+                self.waiting.append(Call(message))
+
+    def set_up(self, setup):
+        self.setup = setup
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where memory runs out, the sandbox goes first, never the trainer
+        binds = setup["binds"]
+        if os.getuid() == 0:
+            become_ordinary(setup)
+        at = setup["command"].index("@BINDS@")
+        setup["command"][at : at + 1] = [word for source, target in binds for word in (setup["bind"], source, target)]
+        self.start_sandbox()
+
+    def hear_runner(self):
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.runner, 1 << 16, 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            return self.lost_sandbox()
+        what, number, code, cpu = REPORT.unpack(data)
+        if what == READY:
+            self.ready = True
+            self.tell({"ready": True})
+        elif what == STARTED:
+            call = self.running[number]
+            call.pidfd = descriptors[0]
+            if call.verdict:
+                call.kill(call.verdict)
+        else:
+            self.finish(self.running[number], code, cpu)
+
+    def lost_sandbox(self):
+        self.poll.unregister(self.runner)
+        self.runner.close()
+        self.bury_sandbox()
+        errors = os.pread(self.errors, 1 << 16, 0).decode("utf-8", "replace").strip()
+        os.close(self.errors)
+        for call in list(self.running.values()):
+            call.failure = f"the sandbox ended while the program ran: {errors}"
+            self.finish(call, None, 0.0)
+        if not self.ready:
+            self.tell({"broken": errors or "bubblewrap ended without a word"})
+            raise EOFError
+        self.start_sandbox()
+
+    def finish(self, call, code, cpu):
+        for descriptor in call.text:
+            if self.owner.pop(descriptor, None):
+                self.poll.unregister(descriptor)
+        self.tell(call.result(code, cpu))
+        call.close()
+        del self.running[call.id]
+
+    def fill(self):
+        while self.ready and self.waiting and len(self.running) < self.setup["workers"]:
+            call = self.waiting.pop(0)
+            self.running[call.id] = call
+            call.send(self.runner)
+            for descriptor in call.text:
+                self.owner[descriptor] = call
+                self.poll.register(descriptor, select.POLLIN)
+
+    def watch(self):
+        """Deadlines and polled limits. Returns the seconds until it is due again, None = nothing runs."""
+        now = time.monotonic()
+        for call in list(self.running.values()):
+            if now < call.deadline:
+                if call.began and call.pidfd is not None and call.verdict is None and now - call.began >= TICK:
+                    call.look()
+            elif call.pidfd is not None and call.verdict is None:
+                call.kill("timeout" if call.began else "sandbox_failure")
+            else:  # it neither starts nor dies
+                os.kill(self.sandbox, signal.SIGKILL)
+        return min((max(0.001, min(TICK, call.deadline - now)) for call in self.running.values()), default=None)
+
+    def serve(self):
+        due = None
+        looked = 0.0
+        while True:
+            for descriptor, _ in self.poll.poll(None if due is None else max(1, due * 1000)):
+                if descriptor == self.parent:
+                    return
+                if descriptor == self.trainer.fileno():
+                    self.hear_trainer()
+                elif descriptor in self.owner:
+                    if not self.owner[descriptor].read(descriptor):
+                        del self.owner[descriptor]
+                        self.poll.unregister(descriptor)
+                elif descriptor == self.runner.fileno():  # anything else belonged to a call that has just ended
+                    self.hear_runner()
+            self.fill()
+            now = time.monotonic()
+            if due is None or now - looked >= due:
+                due, looked = self.watch(), now
+
+    def bury_sandbox(self):
+        """Ends the sandbox and waits until nothing of it is left; orphans of it became our children."""
+        if self.sandbox is not None:
+            os.kill(self.sandbox, signal.SIGKILL)
+            self.sandbox = None
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+
+
+def main():
+    trainer, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    trainer.set_inheritable(False)
+    pr_set_child_subreaper = 36
+    libc.prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+    for warning in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(warning, signal.SIG_IGN)  # SLURM's are for the trainer; the broker ends with it, not before
+    broker = Broker(trainer, parent)
+    try:
+        broker.serve()
+    except (EOFError, ConnectionError):
+        pass
+    except OSError as error:
+        if broker.ready:
+            raise
+        broker.tell({"broken": str(error)})
+    finally:
+        broker.bury_sandbox()
+
+
+if __name__ == "__main__":
+    main()
