@@ -1,1 +1,1 @@
-"""From run directories to tables and figures. Imports of this project: otb.records alone."""
+"""From run directories to tables, statistics, figures and a report. Imports of this project: otb.records alone."""

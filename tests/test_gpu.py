@@ -1,4 +1,4 @@
-"""The same checks on a CUDA device, where TRL's fused head runs as Triton kernels. Skipped, with a reason, without one."""
+"""The same checks on a CUDA device, where TRL's fused head is Triton kernels; skipped, with a reason, elsewhere."""
 
 import pytest
 import torch

@@ -1,0 +1,64 @@
+"""Held-out accuracy against the group size N per baseline (C3)."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from analysis.arms import label, one_setting, require, require_grid, seeds_text
+from analysis.curves import legend_below
+from analysis.intervals import bootstrap, iqm
+from analysis.style import arms, colour, figure, keep_numbers, marker
+
+LAST = 2  # evaluations averaged at the end: half the noise of the last one alone
+
+
+def final_accuracy(table: pd.DataFrame) -> pd.DataFrame:
+    """A row per run: final (mean accuracy of its last two evaluations), best, mean over training, first.
+
+    A diverged run ends with the policy it had: its last evaluations count.
+    """
+    require(one_setting(table), "evaluation_accuracy")
+    rows = table[table.evaluation_accuracy.notna()].sort_values(["run", "step"])
+    groups = rows.groupby(["run", "baseline", "group_size", "seed"], observed=True).evaluation_accuracy
+    found = groups.agg(first="first", best="max", mean="mean", final=lambda values: values.iloc[-LAST:].mean())
+    return found.reset_index()
+
+
+def by_seed(rows: pd.DataFrame, column: str) -> dict[int, float]:
+    """seed -> value, for the paired comparisons of analysis/intervals.py."""
+    return dict(zip(rows.seed, rows[column].astype(float), strict=True))
+
+
+def accuracy_by_group_size(table: pd.DataFrame, value: str = "final"):
+    """Final accuracy over N per baseline: interquartile mean, 95 % interval, a point per seed. -> axes.
+
+    value: "final", "best" or "mean" of `final_accuracy`. Raises RunError where a cell of baselines x sizes is missing.
+    """
+    runs = final_accuracy(table)
+    cells = {(b, int(n)) for b, n in zip(runs.baseline, runs.group_size, strict=True)}
+    sizes = sorted({n for _, n in cells})
+    require_grid(cells, sorted({b for b, _ in cells}), sizes)
+    _, axes = figure()
+    plotted = []
+    for place, baseline in enumerate(dict.fromkeys(base for base, *_ in arms(runs))):
+        found = []
+        shift = 2 ** (0.05 * (place - 1))  # intervals side by side on the logarithmic axis
+        for size in sizes:
+            values = runs[(runs.baseline == baseline) & (runs.group_size == size)][value].to_numpy()
+            interval = bootstrap([values], lambda x: float(iqm(x)), bounds=(0, 1))
+            found.append({"baseline": baseline, "group_size": size, **interval._asdict()})
+            axes.plot([size * shift] * len(values), values, ".", ms=2, color=colour(baseline), alpha=0.5)
+        frame = pd.DataFrame(found)
+        at = frame.group_size * shift
+        axes.plot(at, frame.estimate, color=colour(baseline), marker=marker(baseline), label=label(baseline))
+        axes.vlines(at, frame.low, frame.high, color=colour(baseline), lw=0.9)
+        plotted.append(frame)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="group size N", ylabel=f"{value} held-out accuracy", xticks=sizes, xticklabels=sizes)
+    axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
+    axes.minorticks_off()
+    counts = pd.concat(plotted).seeds
+    axes.set_title(f"{seeds_text(counts)} per point; bars: 95 % interval", loc="left", fontsize=7)
+    legend_below(axes)
+    keep_numbers(axes, pd.concat(plotted))
+    return axes

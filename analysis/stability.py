@@ -1,0 +1,106 @@
+"""Collapse, gradient-norm surges and drawdown: defined here, once; and the stability figure.
+
+*Collapsed*: the run diverged (it was stopped because its loss or gradient was not finite), or the trailing mean of its
+training accuracy over `WINDOW` steps fell below half of the highest it had reached and stayed there to the end. It
+collapsed at the first step of that stay. *Surge*: a step whose gradient norm exceeds `SURGE` times the median of the
+`WINDOW` steps before it. *Drawdown*: how far the trailing mean lies below its highest so far, in points of accuracy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from analysis.arms import one_setting, require, seeds_text
+from analysis.curves import legend_below
+from analysis.intervals import wilson
+from analysis.style import PAGE, arms, colour, dash, figure, keep_numbers
+
+WINDOW = 10
+SURGE = 5.0
+KEPT_SHARE = 0.5
+
+
+def trailing_mean(values: NDArray) -> NDArray:
+    """Mean of the last WINDOW values at each step; of fewer at the first steps."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - WINDOW, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def collapse_step(accuracy: NDArray, diverged: bool = False) -> int | None:
+    """Index of the step at which a run collapsed; None while it lives. accuracy: per step, in [0, 1]."""
+    if len(accuracy) == 0:
+        return 0 if diverged else None
+    level = trailing_mean(accuracy)
+    fallen = level < KEPT_SHARE * np.maximum.accumulate(level)
+    if fallen[-1]:
+        alive = np.flatnonzero(~fallen)
+        return int(alive[-1] + 1)
+    return len(accuracy) - 1 if diverged else None
+
+
+def drawdown(accuracy: NDArray) -> NDArray:
+    """Points of accuracy below the highest trailing mean so far, per step."""
+    level = trailing_mean(accuracy)
+    return np.maximum.accumulate(level) - level
+
+
+def surges(gradient_norm: NDArray) -> NDArray:
+    """bool per step; the first WINDOW steps have nothing to be compared with. A norm that is not finite is a surge."""
+    found = ~np.isfinite(gradient_norm)
+    if len(gradient_norm) > WINDOW:
+        before = np.lib.stride_tricks.sliding_window_view(gradient_norm, WINDOW)[:-1]
+        found[WINDOW:] |= gradient_norm[WINDOW:] > SURGE * np.median(before, axis=1)
+    return found
+
+
+def stability_table(table: pd.DataFrame) -> pd.DataFrame:
+    """A row per run: collapsed_at (step or NaN), collapsed, surge_share of its steps, worst_drawdown, last_step."""
+    score = "accuracy" if "accuracy" in table and table.accuracy.notna().any() else "reward_mean"
+    require(table, score, "gradient_norm")
+    rows = []
+    for name, run in table.groupby("run", observed=True):
+        run = run.sort_values("step")
+        scored = run[run[score].notna()]
+        at = collapse_step(scored[score].to_numpy(float), run.outcome.iloc[0] == "diverged")
+        step = np.nan if at is None else scored.step.iloc[at] if len(scored) else 0
+        norms = run.gradient_norm.dropna().to_numpy(float)
+        worst = drawdown(scored[score].to_numpy(float)).max() if len(scored) else np.nan
+        facts = {"run": name, "baseline": run.baseline.iloc[0], "group_size": run.group_size.iloc[0]}
+        facts |= {"seed": run.seed.iloc[0], "collapsed_at": step, "collapsed": at is not None}
+        facts |= {"surge_share": surges(norms).mean() if len(norms) else np.nan, "worst_drawdown": worst}
+        rows.append(facts | {"last_step": run.step.max()})
+    return pd.DataFrame(rows)
+
+
+def stability(table: pd.DataFrame):
+    """Share of seeds alive over steps (Wilson interval), share of steps with a surge, worst drawdown. -> three axes."""
+    runs = stability_table(one_setting(table))
+    _, (alive, surge, worst) = figure(3, PAGE, 2.9, width_ratios=[1.4, 1, 1])
+    plotted, names, sizes, shift = [], [], set(runs.group_size), 0.0
+    for place, (baseline, size, text, arm) in enumerate(arms(runs)):
+        tint, style, n = colour(baseline), dash(size, sizes), len(arm)
+        steps = np.arange(int(runs.last_step.max()) + 1)
+        count = np.array([(~(arm.collapsed_at <= step)).sum() for step in steps])
+        shift = 0.006 * place  # lines of arms that all live would hide each other
+        alive.step(steps, count / n - shift, where="post", color=tint, ls=style, label=f"{text} ({n})")
+        low, high = np.array([wilson(int(c), n) for c in count]).T
+        if n >= 3:
+            alive.fill_between(steps, low, high, step="post", color=tint, alpha=0.08, lw=0)
+        names.append(text)
+        for axes, column in ((surge, "surge_share"), (worst, "worst_drawdown")):
+            spread = np.linspace(-0.15, 0.15, n) if n > 1 else [0]
+            axes.plot(place + np.asarray(spread), arm[column], "o", color=tint, ms=3, alpha=0.7)
+        plotted.append(arm)
+    alive.set(xlabel="step", ylabel="share of seeds alive", ylim=(-0.03, 1.03))
+    alive.set_title(f"{seeds_text([len(p) for p in plotted])} per arm; 95 % Wilson", loc="left", fontsize=7)
+    legend_below(alive)
+    for axes, what in ((surge, "steps with a surge (share)"), (worst, "worst drawdown")):
+        axes.set(ylabel=what, xticks=range(len(names)), ylim=(-0.02, None))
+        axes.set_xticklabels(names, rotation=60, ha="right")
+        axes.set_title("a point per seed", loc="left", fontsize=7)
+    keep_numbers(alive, pd.concat(plotted))
+    return alive, surge, worst

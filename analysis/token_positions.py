@@ -1,0 +1,135 @@
+"""What OTB does token by token in one prompt group; and energy against reward within groups: when it can help."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.colors import to_rgba
+
+from analysis.samples import energy, own_tokens
+from analysis.style import COLUMN, PAGE, SPARE, keep_numbers, plt
+from otb.records import RunError
+
+SHOWN = 6  # rollouts of a group with their text; more do not fit under one picture
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", *SPARE)
+
+
+def group_numbers(group: pd.DataFrame) -> pd.DataFrame:
+    """A row per own token: rollout, position, token, realized_energy, baseline = reward - advantage, advantage."""
+    rows = []
+    for _, rollout in group.iterrows():
+        advantage, tokens = np.asarray(rollout.advantages, float), own_tokens(rollout)
+        if not len(tokens) == len(advantage) == len(energy(rollout)):
+            raise RunError(
+                f"Rollout {rollout.rollout} has {len(tokens)} own tokens and {len(advantage)} advantages: damaged."
+            )
+        columns = {"rollout": rollout.rollout, "position": np.arange(1, len(tokens) + 1), "token": tokens}
+        columns |= {"realized_energy": energy(rollout), "baseline": rollout.reward - advantage, "advantage": advantage}
+        rows.append(pd.DataFrame(columns | {"reward": rollout.reward}))
+    return pd.concat(rows, ignore_index=True)
+
+
+def token_positions(group: pd.DataFrame, scaled: bool = False):
+    """Realized energy, baseline and advantage over own-token position for one prompt group, its text below.
+
+    group: `analysis.samples.read_group`. scaled: the advantages were divided by a spread (grpo), so that reward minus
+    advantage is no baseline and is not drawn. -> axes of the three curves, then of the texts.
+    """
+    numbers = group_numbers(group)
+    names = list(dict.fromkeys(numbers.rollout))
+    texts = [lay_out(numbers[numbers.rollout == name]) for name in names[:SHOWN]]
+    heights = [0.2 + 0.13 * (1 + max(line for line, *_ in text)) for text in texts]
+    figure = plt.figure(figsize=(PAGE, 2.3 + sum(heights)))
+    grid = figure.add_gridspec(1 + len(texts), 3, height_ratios=[2.1, *heights])
+    curves = [figure.add_subplot(grid[0, place]) for place in range(3)]
+    for axes, column in zip(curves, ("realized_energy", "baseline", "advantage"), strict=True):
+        for place, (name, rows) in enumerate(numbers.groupby("rollout", sort=False)):
+            if column == "baseline" and scaled:
+                continue
+            tint, style = OKABE_ITO[place % len(OKABE_ITO)], "-" if rows.reward.iloc[0] > 0 else "--"
+            axes.plot(rows.position, rows[column], color=tint, ls=style, lw=1, alpha=0.85, label=f"rollout {name}")
+        axes.set(xlabel="own token", title=column.replace("_", " "))
+    if len(names) <= 2 * SHOWN:
+        curves[0].legend(fontsize=5.5)
+    limit = max(numbers.advantage.abs().max(), 1e-9)
+    for place, (name, text) in enumerate(zip(names, texts, strict=False)):
+        axes = figure.add_subplot(grid[1 + place, :])
+        reward = numbers[numbers.rollout == name].reward.iloc[0]
+        axes.set_title(f"rollout {name}, reward {reward:g}", loc="left", fontsize=6, color=OKABE_ITO[place], pad=1)
+        write_tokens(axes, text, limit)
+    cut = f"; texts of {len(names) - len(texts)} more rollouts not shown" if len(names) > len(texts) else ""
+    legend = "dashed: reward 0; text on blue: advantage < 0, on orange: > 0"
+    figure.suptitle(f"one prompt group, {len(names)} rollouts, 1 seed; {legend}{cut}", fontsize=6.5)
+    keep_numbers(curves[0], numbers)
+    return figure.axes
+
+
+def lay_out(rows: pd.DataFrame, width: int = 118, lines: int = 6) -> list[tuple[int, int, str, float]]:
+    """(line, column, text, advantage) per token, wrapped at `width` characters; cut off with a mark after `lines`."""
+    placed, column, line = [], 0, 0
+    for token, advantage in zip(rows.token, rows.advantage, strict=True):
+        text = token.replace("\n", "⏎")
+        if column + len(text) > width and column:
+            column, line = 0, line + 1
+        if line == lines:
+            return [*placed[:-1], (*placed[-1][:2], "…", placed[-1][3])]
+        placed.append((line, column, text, advantage))
+        column += len(text)
+    return placed or [(0, 0, "", 0.0)]
+
+
+def write_tokens(axes, placed: list[tuple[int, int, str, float]], limit: float, width: int = 118) -> None:
+    """Tokens as `lay_out` placed them, each on a background of its advantage; `limit` has the full colour."""
+    axes.set_axis_off()
+    axes.set(xlim=(0, width), ylim=(1 + max(line for line, *_ in placed), 0))
+    for line, column, text, advantage in placed:
+        tint = to_rgba("#E69F00" if advantage > 0 else "#56B4E9", abs(advantage) / limit)
+        axes.add_patch(plt.Rectangle((column, line + 0.05), len(text), 0.9, color=tint, lw=0))
+        axes.text(column, line + 0.75, text.replace("$", r"\$"), fontsize=5.4, family="monospace")
+
+
+def energy_against_reward(samples: pd.DataFrame):
+    """Energy of each rollout relative to its group's mean, by reward; and the covariance that OTB lives from. -> axes.
+
+    samples: rows of `read_samples`, one run or several (column `run`). OTB moves the baseline away from the group mean
+    where energy and reward go together within a group, and cannot help where they do not.
+    """
+    rows = group_energies(samples)
+    figure, axes = plt.subplots(figsize=(COLUMN, 2.4))
+    rewards = sorted(rows.reward.unique())
+    jitter = np.random.default_rng(0).uniform(-0.12, 0.12, len(rows))
+    place = rows.reward.map({reward: at for at, reward in enumerate(rewards)}).to_numpy()
+    axes.plot(place + jitter, rows.relative_energy, ".", ms=2.5, alpha=0.4, color="#0072B2")
+    means = rows.groupby("reward").relative_energy.mean()
+    axes.plot(range(len(rewards)), means.loc[rewards], "_", ms=26, mew=2, color="#D55E00")
+    axes.axhline(1, color="0.6", lw=0.6)
+    axes.set(xlabel="reward", ylabel="energy / mean energy of its group", xticks=range(len(rewards)))
+    axes.set_xticklabels([f"{reward:g}" for reward in rewards])
+    shift = rows.drop_duplicates("group").baseline_shift.mean()
+    runs = samples.run.nunique() if "run" in samples else 1
+    axes.set_title(
+        f"{rows.group.nunique()} groups with unequal rewards, {runs} run{'s' if runs > 1 else ''} (seeds)\n"
+        f"energy-weighted minus plain mean reward: {shift:+.3f}",
+        loc="left",
+        fontsize=7,
+    )
+    keep_numbers(axes, rows)
+    return axes
+
+
+def group_energies(samples: pd.DataFrame) -> pd.DataFrame:
+    """A row per rollout of the groups whose rewards differ: reward, relative_energy, and per group baseline_shift =
+    sum(W R) / sum(W) - mean(R) at the end of the rollouts. Raises RunError where there is no such group."""
+    keys = [key for key in ("run", "step", "prompt") if key in samples]
+    rows = []
+    for number, (_, group) in enumerate(samples.groupby(keys)):
+        if group.reward.nunique() < 2:
+            continue
+        total = np.array([energy(rollout)[-1] for _, rollout in group.iterrows() if len(rollout.advantages)])
+        group = group[[len(values) > 0 for values in group.advantages]]
+        shift = (total * group.reward).sum() / max(total.sum(), 1e-8) - group.reward.mean()
+        columns = {"group": number, "reward": group.reward.to_numpy(), "relative_energy": total / total.mean()}
+        rows.append(pd.DataFrame(columns | {"energy": total, "baseline_shift": shift}))
+    if not rows:
+        raise RunError("No prompt group has unequal rewards: nothing to compare. Keep more groups: rollouts.groups=16.")
+    return pd.concat(rows, ignore_index=True)

@@ -1,0 +1,213 @@
+"""Figures as functions of a table: they state the seeds, raise on what is missing, and keep the plotted numbers."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis import style
+from analysis.cost import cost_table, time_and_memory
+from analysis.group_size import accuracy_by_group_size
+from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
+from analysis.load import load
+from analysis.samples import read_group, read_samples, sample_steps
+from analysis.stability import stability, stability_table
+from analysis.token_consumption import default_target
+from analysis.token_figure import token_consumption, tokens_by_arm
+from analysis.token_positions import energy_against_reward, group_numbers, token_positions
+from analysis.variance import power_per_run, variance
+from otb.records import RunError
+from tests.analysis_runs import group, write_run, write_sweep
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    return load(write_sweep(tmp_path_factory.mktemp("sweep")), cache=False).used
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    style.plt.close("all")
+
+
+def first(axes):
+    return np.ravel(axes)[0]
+
+
+FIGURES = {
+    "learning_curves": learning_curves,
+    "over_tokens": lambda table: learning_curves(table, x="own_tokens_total"),
+    "reward": lambda table: learning_curves(table, "reward_mean"),
+    "figure_1": gradient_norm_and_accuracy,
+    "variance": variance,
+    "group_size": accuracy_by_group_size,
+    "tokens": lambda table: token_consumption(table, 0.8),
+    "stability": stability,
+    "cost": time_and_memory,
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_states_its_seeds_and_fits_a_column_or_a_page(table, name):
+    axes = FIGURES[name](table)
+    figure = first(axes).figure
+    titles = [ax.get_title(loc) for ax in figure.axes for loc in ("left", "center")]
+    assert any("3 seeds" in title for title in titles)
+    assert figure.get_figwidth() in (style.COLUMN, style.PAGE)
+    assert len(style.numbers(axes)) > 0
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_figure_mixes_settings_or_draws_nothing(table, name):
+    other = table.assign(setting=table.setting.astype(str).where(table.seed != 1, "another"))
+    with pytest.raises(RunError, match="mixes 2 settings"):
+        FIGURES[name](other)
+    with pytest.raises(RunError):
+        FIGURES[name](table.iloc[:0])
+
+
+def test_the_plotted_numbers_are_saved_beside_pdf_and_png(table, tmp_path):
+    files = style.save(learning_curves(table), tmp_path / "figures" / "curve")
+    assert [file.suffix for file in files] == [".pdf", ".png", ".csv"] and all(file.stat().st_size for file in files)
+    numbers = pd.read_csv(files[2])
+    otb = numbers[(numbers.baseline == "otb") & (numbers.group_size == 4)].set_index("step")
+    # seeds gain 0.03, 0.0305 and 0.031 a step from 0.4: 0.705 on average at step 10, capped at 0.9 at step 20
+    assert otb.estimate[10] == pytest.approx(0.4 + 10 * 0.0305)
+    assert otb.low[10] < otb.estimate[10] < otb.high[10] and otb.estimate[20] == 0.9
+    assert set(numbers.seeds) == {3}
+
+
+def test_two_seeds_give_raw_lines_and_no_interval(table):
+    axes = learning_curves(table[table.seed < 2])
+    assert style.numbers(axes).low.isna().all() and len(axes.collections) == 0
+    assert any("no interval" in text.get_text() for text in axes.figure.legends[0].get_texts())
+
+
+def test_unequal_seeds_are_stated(table):
+    axes = learning_curves(table[(table.baseline != "otb") | (table.seed < 2)])
+    assert axes.get_title("left").startswith("2-3 seeds")
+
+
+def test_every_seed_is_a_line_that_names_its_run(table):
+    axes = learning_curves(table)
+    names = {line.get_gid() for line in axes.lines} - {None}
+    assert names == {f"run:{run}" for run in table.run.unique()}
+
+
+def test_a_missing_cell_of_the_grid_is_named_with_its_command(table):
+    holed = table[~((table.baseline == "rloo") & (table.group_size == 32))]
+    with pytest.raises(RunError, match=r"RLOO, N=32.*run.py -m baseline=rloo group_size=32"):
+        accuracy_by_group_size(holed)
+
+
+def test_a_metric_in_no_run_says_how_to_get_it(table):
+    with pytest.raises(RunError, match="log_energy=true"):
+        variance(table.drop(columns="total_power"))
+    with pytest.raises(RunError, match="evaluation.every"):
+        learning_curves(table.assign(evaluation_accuracy=np.nan))
+
+
+def test_arms_without_energy_are_named_on_the_variance_figure(table):
+    axes = variance(table.assign(total_power=table.total_power.where(table.baseline != "rloo")))
+    assert "not recorded: RLOO, N=32, RLOO, N=4" in axes[0].get_title("left")
+
+
+def test_relative_power_by_hand(table):
+    run = table[(table.run == "otb-n4-seed0") & (table.step.between(1, 2))]
+    # total_power 0.1, energy 1, reward variance p (1 - p) at accuracies 0.43 and 0.46
+    expected = (0.1 + 0.1) / (0.43 * 0.57 + 0.46 * 0.54)
+    assert power_per_run(run).loc["otb-n4-seed0"] == pytest.approx(expected)
+
+
+def test_tokens_to_the_target_by_hand(table):
+    rows = tokens_by_arm(table[table.seed == 0], 0.8).set_index(["baseline", "group_size"])
+    # otb: 0.4 at step 0, 0.7 at step 10, 0.9 (capped) at step 20: 0.8 at step 15; 1,600 tokens a step at N=4
+    assert rows["mean"]["otb", 4] == pytest.approx(15 * 1600)
+    # grpo: 0.6 at step 10, 0.8 at step 20; at N=32 eight times the tokens
+    assert rows["mean"]["grpo", 32] == pytest.approx(20 * 1600 * 8)
+
+
+def test_the_default_target_lies_within_what_the_weakest_arm_reaches(table):
+    assert default_target(table) == pytest.approx(0.4 + 0.9 * 0.5)
+
+
+def test_a_collapsed_and_a_diverged_seed_are_dead_on_the_stability_figure(tmp_path):
+    for seed in range(4):
+        write_run(tmp_path, "otb", seed=seed)
+        write_run(tmp_path, "grpo", seed=seed, collapse_at=20 if seed == 0 else None)
+    (tmp_path / "grpo-n4-seed1" / "status.json").write_text(json.dumps({"state": "failed", "error": "loss=nan"}))
+    runs = stability_table(load(tmp_path).used).set_index("run")
+    assert runs.collapsed[["grpo-n4-seed0", "grpo-n4-seed1", "grpo-n4-seed2"]].tolist() == [True, True, False]
+    # ten-step mean 0.02 k / 10 + about 0.7 (10 - k) / 10 falls below half of its peak after k = 6 steps, or 5
+    assert runs.collapsed_at["grpo-n4-seed0"] in (24, 25) and runs.collapsed_at["grpo-n4-seed1"] == 40
+    alive = stability(load(tmp_path).used)[0].lines
+    assert [line.get_ydata()[-1] for line in alive] == pytest.approx([1.0, 0.5], abs=0.01)
+
+
+def test_time_per_step_is_a_median_over_steps(table):
+    runs = cost_table(table)
+    assert runs.advantage_share.tolist() == pytest.approx([0.04] * len(runs))
+    assert runs.peak_gib.tolist() == pytest.approx([0.5] * len(runs))
+
+
+def test_an_outside_trl_run_stands_in_the_reward_curves(table):
+    outside = pd.DataFrame({"run": "theirs", "step": [1, 2], "reward_mean": [0.3, 0.4]})
+    axes = learning_curves(table, "reward_mean", outside=outside)
+    assert style.numbers(axes).baseline.iloc[-1] == "TRL: theirs"
+
+
+# ---- samples
+
+
+def test_tool_tokens_have_no_energy_and_no_advantage():
+    numbers = group_numbers(group())
+    assert numbers.token.tolist() == ["7", "+", "8", "1", "!"]
+    assert numbers.baseline.tolist() == [0.5, 0.25, 0.0, 0.5, 0.25]  # reward - advantage, shared by the group
+
+
+def test_token_positions_draw_the_group_with_its_text(tmp_path):
+    run = write_run(tmp_path)
+    assert sample_steps(run) == [40]
+    axes = token_positions(read_group(run))
+    assert [len(ax.lines) for ax in axes[:3]] == [2, 2, 2]
+    assert [text.get_text() for text in axes[3].texts] == ["7", "+", "8"]
+    assert len(token_positions(read_group(run), scaled=True)[1].lines) == 0  # no baseline can be read off GRPO's
+
+
+def test_energy_against_reward_by_hand():
+    axes = energy_against_reward(group())
+    numbers = style.numbers(axes)
+    # energies 1 (reward 1) and 1.5 (reward 0): mean 1.25; weighted mean reward 1 / 2.5, plain 0.5
+    assert numbers.relative_energy.tolist() == [0.8, 1.2]
+    assert numbers.baseline_shift.tolist() == pytest.approx([-0.1, -0.1])
+    with pytest.raises(RunError, match="unequal rewards"):
+        energy_against_reward(group().assign(reward=1.0))
+
+
+def test_samples_that_are_not_there_say_how_to_get_them(tmp_path):
+    run = write_run(tmp_path)
+    with pytest.raises(RunError, match="step 7"):
+        read_samples(run, 7)
+    with pytest.raises(RunError, match="kept the prompts 0 at"):
+        read_group(run, prompt=3)
+    (run / "rollouts" / "step-00000040.parquet").unlink()
+    with pytest.raises(RunError, match="rollouts.every"):
+        read_samples(run)
+    with pytest.raises(RunError, match="log_energy=true"):
+        group_numbers(group().assign(energies=None))
+
+
+def test_run_picture_needs_no_pandas(tmp_path):
+    import subprocess
+    import sys
+
+    run = write_run(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from analysis.learning_curves import run_picture; "
+        "from otb.records import RunDirectory; print(run_picture(RunDirectory(sys.argv[1])).name); "
+        "assert not {'pandas', 'scipy', 'torch', 'pyarrow'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True)
+    assert done.stdout.strip() == "learning_curve.png", done.stderr
