@@ -1,28 +1,39 @@
-"""environment.json: what a run ran with, so that it can be run again. No torch before it is imported anyway."""
+"""environment.json: what a run ran with, so that it can be run again. Called by experiments/train.py."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import socket
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("otb", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy", "vllm")
+from otb.records import RunDirectory, write_atomically
+
+PACKAGES = ("otb", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy", "vllm")
 ROOT = Path(__file__).resolve().parent.parent
+STARTS = "starts"  # one entry per start of the run: the first, and every resume
+PER_START = ("started", "host", "job_id", "commit", "diff_sha256", "devices")
 
 
-def describe(command: list[str], run_directory: Path) -> dict:
-    """Versions, commit, host, devices, threads, job id, command. Writes code.diff where the tree differs from it."""
+def describe(command: list[str], directory: RunDirectory, facts: dict) -> str:
+    """The text of environment.json. facts: what is known of model and data.
+
+    Top-level values are those of the latest start; `starts` keeps what may differ between the starts of one run. Writes
+    code.diff where the working tree differs from the commit.
+    """
     import torch
 
-    diff = git("diff", "HEAD")
+    diff = working_tree_diff()
     if diff:
-        (run_directory / "code.diff").write_text(diff, encoding="utf8")
-    return {
+        write_atomically(directory.path / "code.diff", diff)
+    now = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := installed(name))},
@@ -33,10 +44,27 @@ def describe(command: list[str], run_directory: Path) -> dict:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
+        "cuda": torch.version.cuda,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
         "job_id": os.environ.get("SLURM_JOB_ID"),
         "executable": sys.executable,
+        **facts,
     }
+    starts = [*earlier_starts(directory), {name: now[name] for name in PER_START}]
+    return json.dumps(now | {STARTS: starts}, indent=1, default=str) + "\n"
+
+
+def earlier_starts(directory: RunDirectory) -> list[dict]:
+    try:
+        return json.loads(directory.environment_file.read_text(encoding="utf8")).get(STARTS, [])
+    except FileNotFoundError:
+        return []
+
+
+def working_tree_diff() -> str:
+    """What differs from the commit, with the names of files that git does not track; "" where nothing does."""
+    untracked = git("ls-files", "--others", "--exclude-standard", "--", "*.py", "*.yaml")
+    return git("diff", "HEAD") + "".join(f"untracked: {name}\n" for name in untracked.splitlines())
 
 
 def installed(package: str) -> str | None:

@@ -9,27 +9,32 @@ from __future__ import annotations
 import ast
 import difflib
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import math
 import os
 import re
 import typing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from hydra.utils import get_class, get_method
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from otb import baselines
 from otb.options import NEUTRAL_SAMPLING, refuse_options
 from otb.records import RunError
+from otb.sandbox import Sandbox, SandboxFailure
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("baseline", "task", "model", "trainer", "experiment")
+GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "experiment")
 # Keys that say where and how a run is made, not what is computed; `steps` because more of them continue a run.
 EXEMPT = (
     "runs_dir",
@@ -37,10 +42,17 @@ EXEMPT = (
     "steps",
     "checkpoint_every",
     "rollouts",
+    "max_prompt_length",
+    "sandbox.workers",
     "trainer.report_to",
     "trainer.run_name",
     "trainer.use_cpu",
 )
+DTYPES = ("float32", "bfloat16")  # float16 weights cannot be trained: their gradients cannot be unscaled
+TRACKERS = ("tensorboard", "wandb", "trackio")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")  # TRL refuses at its first step
+NON_NEGATIVE = ("beta", "weight_decay", "max_grad_norm", "warmup_steps", "epsilon", "epsilon_high", "delta", "top_k")
+NON_NEGATIVE += ("min_p", "repetition_penalty", "adam_beta1", "adam_beta2", "adam_epsilon", "entropy_coef")
 # GRPOConfig keys that follow from the run's own keys, and what to set instead.
 DERIVED = {
     "num_generations": "group_size",
@@ -54,9 +66,15 @@ DERIVED = {
     "learning_rate": "learning_rate",
     "temperature": "temperature",
     "max_completion_length": "task.max_completion_length",
+    "max_tool_calling_iterations": "task.max_turns",
     "output_dir": "runs_dir",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
+    "ignore_data_skip": "nothing: a resumed run continues where it stopped",
+    "resume_from_checkpoint": "nothing: the same command resumes",
+    "max_prompt_length": "max_prompt_length",
+    "logging_nan_inf_filter": "nothing: a loss that is not finite stops the run",
+    "save_only_model": "nothing: the last checkpoint must be one to resume from",
     "scale_rewards": "baseline",
     "save_steps": "checkpoint_every",
     "save_strategy": "checkpoint_every",
@@ -70,34 +88,50 @@ DERIVED = {
 
 
 def accept_open_keys(arguments: list[str]) -> list[str]:
-    """`trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`: `check` knows the target's keys and suggests a near miss."""
+    """`trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`: `check` knows the target's keys and suggests a near miss.
+
+    `-m` may stand anywhere; Hydra reads it only before or after all the others.
+    """
+    arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
     opened = re.compile(r"(trainer|baseline|task|model\.lora|model\.warm_start)\.[A-Za-z_]")
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
 
 
 def refuse_unknown_choices(arguments: list[str]) -> None:
-    """Unknown top-level keys and group choices, with the choices and a near miss; syntax errors are Hydra's to tell."""
-    keys = [*OmegaConf.load(CONF / "config.yaml"), *GROUPS]
+    """Raises RunError for syntax errors, unknown keys and unknown group choices, with the choices and a near miss."""
+    config = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"), resolve=False)
+    sections = {name: list(node) for name, node in config.items() if isinstance(node, dict) and name != "hydra"}
+    keys = [*config, *GROUPS]
+    keys.remove("defaults")
     for argument in arguments:
-        if argument.startswith("-") or "=" not in argument:
+        if argument.startswith("-"):
             continue
         try:
             override = OverridesParser.create().parse_override(argument)
-        except HydraException:
-            continue
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            raise RunError(
+                f"{argument} cannot be read as KEY=VALUE: {reason}. Quote what the shell may take."
+            ) from error
         name = override.key_or_group
-        top = re.split(r"[./@]", name)[0]
-        if top not in keys and not override.is_add() and not override.is_force_add():
+        top, *rest = re.split(r"[./@]", name)
+        if top not in keys:
             raise RunError(f"{name} is no key of this project.{near_miss(top, keys)} Keys: {', '.join(sorted(keys))}.")
+        if top in sections and rest and rest[0] not in sections[top]:
+            known = sections[top]
+            raise RunError(f"{name} is no key of {top}.{near_miss(rest[0], known)} Keys: {', '.join(known)}.")
         if name in GROUPS and not override.is_delete():
-            values = override.sweep_string_iterator() if override.is_choice_sweep() else [override.get_value_string()]
-            choices = sorted(path.stem for path in (CONF / name).glob("*.yaml"))
-            for value in values:
-                if value not in (*choices, "null"):
-                    raise RunError(
-                        f"{name}={value} is not one of the choices.{near_miss(value, choices)} "
-                        f"Choices: {', '.join(choices)}."
-                    )
+            _refuse_unknown_values(name, override)
+
+
+def _refuse_unknown_values(group: str, override: Override) -> None:
+    values = override.sweep_string_iterator() if override.is_choice_sweep() else [override.get_value_string()]
+    choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    for value in values:
+        if value not in (*choices, "null"):
+            raise RunError(
+                f"{group}={value} is not one of the choices.{near_miss(value, choices)} Choices: {', '.join(choices)}."
+            )
 
 
 def near_miss(value: str, choices) -> str:
@@ -121,28 +155,94 @@ def check(cfg: DictConfig) -> None:
         value = cfg[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise RunError(f"{key}={value} must be a positive number. Try {key}={example}.")
+    if cfg.max_prompt_length is not None and (type(cfg.max_prompt_length) is not int or cfg.max_prompt_length < 1):
+        raise RunError(
+            f"max_prompt_length={cfg.max_prompt_length} must be a whole number >= 1, or null for the model's limit. "
+            "Try max_prompt_length=null."
+        )
     for key in ("log_energy", "deterministic", "overwrite"):
         if not isinstance(cfg[key], bool):
-            raise RunError(f"{key}={cfg[key]} must be true or false.")
+            raise RunError(f"{key}={cfg[key]} must be true or false. Try {key}=false.")
     _check_target("task", cfg.task)
+    if build(cfg, "task").environment is not None:
+        _check_sandbox(cfg)
     _check_model(cfg)
     _check_trainer(cfg)
     _check_baseline(cfg)
     _check_batches(cfg)
 
 
+def build(cfg: DictConfig, group: str):
+    """The task, baseline or sandbox that `cfg` names. Raises RunError with what its constructor says, in its words."""
+    try:
+        return instantiate(cfg[group], _convert_="object")
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        reason = str(cause).splitlines()[0]
+        if not isinstance(cause, ValueError):
+            raise RunError(f"{group}: {type(cause).__name__}: {reason}") from error
+        keys = "|".join(re.escape(str(key)) for key in cfg[group])
+        raise RunError(re.sub(rf"(?<![\w.])({keys})=", rf"{group}.\1=", reason)) from error  # as it is typed
+
+
+@contextmanager
+def opened_sandbox(cfg: DictConfig) -> Iterator[Sandbox | None]:
+    """The sandbox of a task with tools, tried; None for another task. Raises RunError where it cannot be trusted."""
+    if build(cfg, "task").environment is None:
+        yield None
+        return
+    with closing(build(cfg, "sandbox")) as sandbox:
+        try:
+            sandbox.check()
+        except SandboxFailure as error:
+            raise RunError(f"sandbox: {error}") from error
+        yield sandbox
+
+
+def trackers(cfg: DictConfig) -> list[str]:
+    """The names in `trainer.report_to`, which may be one name, a list, or none."""
+    names = cfg.trainer.get("report_to") or "none"
+    return [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
+
+
+def _check_trackers(cfg: DictConfig) -> None:
+    for name in trackers(cfg):
+        if name not in TRACKERS:
+            raise RunError(
+                f"trainer.report_to={name} is not one of {', '.join(TRACKERS)}, none.{near_miss(name, TRACKERS)}"
+            )
+        if importlib.util.find_spec(name) is None:
+            raise RunError(f"trainer.report_to={name} needs the package {name}. Run: pip install {name}")
+
+
+def _check_sandbox(cfg: DictConfig) -> None:
+    for key in cfg.sandbox:
+        if OmegaConf.is_missing(cfg.sandbox, key):
+            raise RunError(f"sandbox.{key} is not set, and this sandbox needs it. Try sandbox.{key}=VALUE.")
+    _check_target("sandbox", cfg.sandbox)
+    build(cfg, "sandbox")
+
+
 def _check_model(cfg: DictConfig) -> None:
-    dtypes = ("float32", "bfloat16", "float16")
-    if cfg.model.dtype not in dtypes:
-        raise RunError(f"model.dtype={cfg.model.dtype} is not one of {', '.join(dtypes)}.")
+    if cfg.model.dtype not in DTYPES:
+        raise RunError(f"model.dtype={cfg.model.dtype} is not one of {', '.join(DTYPES)}. Try model.dtype=float32.")
     name = str(cfg.model.name)
     if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
         raise RunError(f"model.name={name} is not a folder. Give a folder of transformers files, a hub id or tiny.")
+    known = ("tiny", *sorted(str(OmegaConf.load(path).name) for path in (CONF / "model").glob("*.yaml")))
+    if name not in known and near_miss(name, known) and not Path(name).is_dir() and "/" not in name:
+        raise RunError(f"model.name={name} is no folder and no hub id (OWNER/NAME).{near_miss(name, known)}")
+    recipe = dataclass_fields("otb.warm_start", "WarmStart")
+    for key in cfg.model.get("warm_start") or {}:
+        if key not in recipe:
+            known = ", ".join(sorted(recipe))
+            raise RunError(f"model.warm_start.{key} is no field of WarmStart.{near_miss(key, recipe)} Fields: {known}.")
     lora = cfg.model.get("lora") or {}
     fields = dataclass_fields("peft.tuners.lora.config", "LoraConfig") | dataclass_fields("peft.config", "PeftConfig")
     for key in lora:
         if key not in fields:
-            raise RunError(f"model.lora.{key} is no field of peft.LoraConfig.{near_miss(key, fields)}")
+            usual = "The usual ones: r, lora_alpha, lora_dropout, target_modules."
+            raise RunError(f"model.lora.{key} is no field of peft.LoraConfig.{near_miss(key, fields)} {usual}")
     if lora and lora.get("r") is None:
         raise RunError(f"model.lora.{next(iter(lora))} is set without a rank. Add model.lora.r=16.")
     if "r" in lora and (type(lora.r) is not int or lora.r < 1):
@@ -156,10 +256,16 @@ def _check_trainer(cfg: DictConfig) -> None:
             raise RunError(f"trainer.{key}={value} follows from the run's own keys; set {DERIVED[key]} instead.")
         if key not in fields:
             raise RunError(f"trainer.{key} is no option of trl.GRPOConfig.{near_miss(key, fields)}")
-    for key in ("beta", "weight_decay", "max_grad_norm", "warmup_steps"):
-        value = cfg.trainer.get(key, 0)
-        if value is not None and (not isinstance(value, int | float) or value < 0):
-            raise RunError(f"trainer.{key}={value} must not be negative. Try trainer.{key}=0.")
+    for key in NON_NEGATIVE:
+        value = cfg.trainer.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+            raise RunError(f"trainer.{key}={value} must be a number >= 0. Try trainer.{key}=0.")
+    loss_type = cfg.trainer.get("loss_type", "dapo")
+    if loss_type not in LOSS_TYPES:
+        raise RunError(
+            f"trainer.loss_type={loss_type} is not one of {', '.join(LOSS_TYPES)}.{near_miss(loss_type, LOSS_TYPES)}"
+        )
+    _check_trackers(cfg)
     top_p = cfg.trainer.get("top_p", 1.0)
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise RunError(f"trainer.top_p={top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
@@ -185,7 +291,8 @@ def _check_target(group: str, node: DictConfig):
     """The function or class that `node` names, its arguments known and of the values their annotations allow."""
     target = str(node.get("_target_"))
     try:
-        found = get_class(target) if target.rpartition(".")[2][:1].isupper() else get_method(target)
+        module, _, name = target.rpartition(".")
+        found = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever importing a user's module raises
         raise RunError(f"{group}._target_={target} cannot be imported: {error}") from error
     parameters = inspect.signature(found).parameters
@@ -281,8 +388,13 @@ def run_path(cfg: DictConfig, overrides: list[str], choices: dict[str, str]) -> 
     suffix = "".join("-" + re.sub(r"[^\w=.,+-]+", "_", override).strip("_") for override in extra)
     if len(suffix) > 120:  # file systems end at 255 bytes; the digest keeps long names apart
         suffix = suffix[:100] + "-" + hashlib.sha256(suffix.encode()).hexdigest()[:10]
-    name = f"{choices['baseline']}-n{cfg.group_size}-seed{cfg.seed}{suffix}"
+    name = short_name(cfg, choices) + suffix
     return Path(cfg.runs_dir).expanduser() / f"{choices['task']}-{choices['model']}" / name
+
+
+def short_name(cfg: DictConfig, choices: dict[str, str]) -> str:
+    """BASELINE-nG-seedS: how a run's directory begins."""
+    return f"{choices['baseline']}-n{cfg.group_size}-seed{cfg.seed}"
 
 
 def identity(config: dict) -> dict[str, object]:

@@ -2,50 +2,62 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from experiments.sweep import read_jobs
 from otb.records import RunDirectory, read_rows
+
+
+def print_table(paths: list[Path]) -> None:
+    """To the terminal, at its width; to a file or pipe wide enough for the names of runs."""
+    console = Console()
+    Console(width=console.width if console.is_terminal else 120).print(summary_table(paths))
 
 
 def summary_table(paths: list[Path]) -> Table:
     """One row per run: state, steps, held-out accuracy before, best and last, own tokens, time of the steps."""
-    table = Table(
-        "run" if len(paths) > 1 else "", "state", "steps", "accuracy before", "best", "last", "own tokens", "minutes"
-    )
-    for path in paths:
+    several = len(paths) > 1
+    table = Table("state", "steps", "accuracy before", "best", "last", "own tokens", "minutes")
+    if several:
+        table = Table(Column("run", overflow="fold"), *table.columns)
+    for path, name in zip(paths, distinct_names(paths), strict=True):
         directory = RunDirectory(path)
         status, last = directory.status(), directory.last_metrics()
         accuracies = [row["accuracy"] for row in read_rows(directory.evaluations_file) if "accuracy" in row]
         key_values = (accuracies[0], max(accuracies), accuracies[-1]) if accuracies else ()
         shown = [f"{value:.3f}" for value in key_values] or ["", "", ""]
         minutes = sum(row["seconds_step"] for row in read_rows(directory.metrics_file)) / 60
-        tokens = f"{last['own_tokens_total']:,.0f}" if last else ""
+        tokens = f"{last.get('own_tokens_total', 0):,.0f}" if last else ""
         state = status.get("state", "not started")
-        table.add_row(path.name, state, str(status.get("step", 0)), *shown, tokens, f"{minutes:.1f}")
+        cells = (state, str(status.get("step", 0)), *shown, tokens, f"{minutes:.1f}")
+        table.add_row(*([name] if several else []), *cells)
     return table
 
 
-class SweepSummary(Callback):
-    """Hydra callback: the table of a sweep after its last run; exit status 1 where a run failed.
+def distinct_names(paths: list[Path]) -> list[str]:
+    """The names of the runs without the `-key=value` parts that all of them share."""
+    parts = [re.split(r"-(?=[\w.@/]+=)", path.name) for path in paths]
+    shared = set.intersection(*map(set, parts)) if len(paths) > 1 else set()
+    return ["-".join([first, *(part for part in rest if part not in shared)]) for first, *rest in parts]
 
-    Each job leaves its run directory in a file of the sweep's own folder: jobs of a sweep run in other processes.
-    """
+
+class SweepSummary(Callback):
+    """Hydra callback: the table of a sweep after its last run; exit status 1 where a run failed."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs) -> None:
-        folder = Path(config.hydra.sweep.dir)
-        paths = [Path(file.read_text()) for file in sorted(folder.glob("job-*.txt"))]
-        if not paths:
+        jobs = read_jobs(Path(config.hydra.sweep.dir))
+        if not jobs:
             return
-        Console(soft_wrap=True).print(summary_table(paths))
-        failed = [path for path in paths if RunDirectory(path).status().get("state") != "finished"]
-        for path in failed:
-            reason = RunDirectory(path).status().get("error", "see its messages above")
-            print(f"failed: {path}: {reason}", file=sys.stderr)
+        print_table([path for path, _ in jobs])
+        failed = [(path, error) for path, error in jobs if error is not None]
+        for path, error in failed:
+            print(f"failed: {path}: {error}", file=sys.stderr)
         if failed:
             sys.exit(1)

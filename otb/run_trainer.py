@@ -6,10 +6,12 @@ row, evaluation if due, checkpoint if due, so that everything up to a checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,16 +19,22 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Sampler
+from transformers import TrainerCallback
 
-from otb.records import METRICS, RunDirectory, RunError
+from otb.records import METRICS, RunDirectory, RunError, read_rows, sample_step, unwritable
 from otb.rollouts import RolloutGroups
 from otb.run_lock import RunLock
-from otb.trainer import OTBTrainer, isolated_random_state
+from otb.tool_rollouts import ToolTrainer
+from otb.trainer import isolated_random_state
 
 TRL_NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "entropy": "entropy", "kl": "kl"}
 TRL_NAMES |= {"learning_rate": "learning_rate", "completions/clipped_ratio": "truncated"}
+TRL_NAMES |= {f"grades/{outcome}": f"grade_{outcome}" for outcome in ("correct", "wrong", "unparsable")}
+TRL_NAMES |= {"grades/grader_timeout": "grade_timeout", "grades/grader_error": "grade_error"}
+TRACKER_STRIDE = 10_000  # more than a tracker is sent in one step
 RESUME_FILES = ("optimizer*", "scheduler*", "scaler*", "rng_state*")  # what only a resumed run reads
 
 
@@ -41,8 +49,8 @@ class Schedule:
     rollouts_groups: int  # prompt groups kept per recorded step
 
 
-class RunTrainer(OTBTrainer):
-    """An OTBTrainer that writes into `directory` and can be killed at any moment.
+class RunTrainer(ToolTrainer):
+    """A ToolTrainer that writes into `directory` and can be killed at any moment.
 
     on_step(row) is called with each metrics row, on_evaluation(row) with each evaluation, for a progress display.
     """
@@ -63,9 +71,11 @@ class RunTrainer(OTBTrainer):
         self.on_step, self.on_evaluation = on_step, on_evaluation
         self._step_started = time.perf_counter()
         self._last_rollouts: dict | None = None
+        self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
         super().__init__(*args, **kwargs)
         totals = directory.last_metrics()
         self._totals = {name: totals.get(name, 0) for name in ("own_tokens_total", "tool_tokens_total")}
+        self.add_callback(FirstEvaluation(self))
 
     def _get_train_sampler(self, dataset=None) -> Sampler:
         return PromptSampler(
@@ -89,9 +99,7 @@ class RunTrainer(OTBTrainer):
         step, schedule = self.state.global_step, self.schedule
         if step == last_done:  # transformers asks once more at the end of the epoch
             return
-        if self.lock is not None and not self.lock.held():
-            raise RunError(f"{self.lock.file.parent} was taken over by another process; this one stops here.")
-        if self._due(step, schedule.rollouts_every):
+        if self._due(step, schedule.rollouts_every) and self.accelerator.is_main_process:
             self._save_rollouts(f"step-{step:08d}", schedule.rollouts_groups)
         if self._due(step, schedule.evaluate_every):
             self.evaluate_held_out()
@@ -100,6 +108,14 @@ class RunTrainer(OTBTrainer):
         if self.accelerator.is_main_process:
             self.directory.write_status("running", step=step, steps=self.state.max_steps)
         self._step_started = time.perf_counter()
+
+    def _append(self, file: Path, row: dict) -> None:
+        """A row of the run directory, by the one process that writes it and only while it holds the lock."""
+        if not self.accelerator.is_main_process:
+            return
+        if self.lock is not None and not self.lock.held():
+            raise RunError(f"{self.directory.path} was taken over by another process; this one stops here.")
+        self.directory.append(file, row)
 
     def _due(self, step: int, every: int) -> bool:
         """On the first generation boundary at or past each multiple of `every`, and on the final step. 0: never."""
@@ -111,23 +127,38 @@ class RunTrainer(OTBTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if not self.model.training or "loss" not in logs:
             return super().log(logs, start_time)
-        metrics = {name: values[-1] for name, values in self._metrics["train"].items() if values}
-        metrics |= {ours: value for trl, ours in TRL_NAMES.items() if (value := (logs | metrics).get(trl)) is not None}
-        metrics |= {f"seconds_{part}": seconds for part, seconds in self._seconds.items()}
-        metrics["seconds_step"] = time.perf_counter() - self._step_started
+        measured = {
+            name: mean for name, values in self._metrics["train"].items() if (mean := finite_mean(values)) is not None
+        }
+        measured |= {
+            ours: value for trl, ours in TRL_NAMES.items() if (value := (logs | measured).get(trl)) is not None
+        }
+        measured |= {f"seconds_{part}": seconds for part, seconds in self._seconds.items()}
+        measured["seconds_step"] = time.perf_counter() - self._step_started
         parts = ("sampling", "scoring", "advantages")
-        metrics["seconds_loss"] = metrics["seconds_step"] - sum(self._seconds.get(part, 0.0) for part in parts)
-        metrics["peak_memory_bytes"] = peak_memory_bytes()
+        measured["seconds_loss"] = measured["seconds_step"] - sum(self._seconds.get(part, 0.0) for part in parts)
+        measured["peak_memory_bytes"] = peak_memory_bytes()
         for part in ("own_tokens", "tool_tokens"):
-            self._totals[f"{part}_total"] += metrics.get(part, 0)
-        metrics |= {name: total for name, total in self._totals.items() if total}
-        row = {"step": self.state.global_step} | {name: metrics[name] for name in METRICS if name in metrics}
+            self._totals[f"{part}_total"] += measured.get(part) or 0
+        measured |= {name: total for name, total in self._totals.items() if total}
+        row = {"step": self.state.global_step}
+        row |= {name: value for name in METRICS if (value := measured.get(name)) is not None}
         logs.update(row)  # the same names reach every tracker of `report_to`, beside TRL's own
+        self._advance_tracker()
         super().log(logs, start_time)
         self._seconds.clear()
-        if self.accelerator.is_main_process:
-            self.directory.append(self.directory.metrics_file, row)
+        self._append(self.directory.metrics_file, row)
         self.on_step(row)
+
+    def _advance_tracker(self, past: int = 0) -> None:
+        """W&B counts what it is sent, TRL's timings too, from 0 in every process; so a resumed run's would overwrite.
+
+        Here its count is at least TRACKER_STRIDE times the optimizer steps done; the plots' axis is train/global_step.
+        """
+        wandb = sys.modules.get("wandb") if "wandb" in self.args.report_to else None
+        wanted = TRACKER_STRIDE * self.state.global_step + past
+        if wandb is not None and wandb.run is not None and wandb.run.step < wanted:
+            wandb.run.log({}, step=wanted)
 
     def _log_rollouts(self, rollouts: RolloutGroups, baseline, advantages: Tensor, output: dict) -> None:
         super()._log_rollouts(rollouts, baseline, advantages, output)
@@ -136,23 +167,28 @@ class RunTrainer(OTBTrainer):
     # ---- a loss or gradient that is not finite ends the run before it reaches the weights
 
     def training_step(self, *args, **kwargs):
+        self._advance_tracker(past=TRACKER_STRIDE // 2)
         loss = super().training_step(*args, **kwargs)
-        self._refuse_non_finite("loss", loss)
+        self._losses.append(loss.detach())
         return loss
 
-    def _clip_grad_norm(self, model):
-        norm = super()._clip_grad_norm(model)
+    def _get_grad_norm(self, *args, **kwargs):
+        """The last thing transformers asks before the optimizer steps, with the norm of all processes' gradient."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        losses, self._losses = torch.stack(self._losses).sum(), []
+        self._refuse_non_finite("loss", self.accelerator.gather(losses).sum())  # one process's loss stops them all
         self._refuse_non_finite("gradient_norm", norm)
         return norm
 
     def _refuse_non_finite(self, name: str, value) -> None:
         if value is None or math.isfinite(float(value)):
             return
-        step = self.state.global_step + 1
-        path = self._save_rollouts(f"failed-{step:08d}", groups=None)
+        step, rank = self.state.global_step + 1, self.accelerator.process_index
+        path = self._save_rollouts(f"failed-{step:08d}" + (f"-rank{rank}" if rank else ""), groups=None)
         raise RunError(
-            f"{name}={float(value)} at step {step}; training stops before the weights change. The rollouts that caused "
-            f"it are in {path}. Lower learning_rate, or look at them with python -m otb.show."
+            f"{name}={float(value)} at step {step}; it must be finite, and training stops before the weights change. "
+            f"The rollouts that caused it ({path.name}): python -m otb.show {self.directory.path} --step {step}. "
+            "Try a smaller learning_rate."
         )
 
     # ---- evaluation
@@ -176,8 +212,9 @@ class RunTrainer(OTBTrainer):
         if unscored := (~scored).float().mean().item():
             row["unscored"] = unscored
         row = {name: value for name, value in row.items() if value is not None}
-        if self.accelerator.is_main_process:
-            self.directory.append(self.directory.evaluations_file, row)
+        if self.args.report_to:
+            super().log({f"eval_{name}": value for name, value in row.items() if name != "step"})
+        self._append(self.directory.evaluations_file, row)
         self.on_evaluation(row)
         return row
 
@@ -218,14 +255,22 @@ class RunTrainer(OTBTrainer):
     # ---- samples
 
     def _save_rollouts(self, name: str, groups: int | None) -> Path:
-        """Keeps prompts, responses, rewards, energies and advantages of the first `groups` groups (None: all)."""
+        """Keeps prompts, responses, rewards, energies and advantages of this process's first `groups` groups.
+
+        groups: None for all of them, over all processes.
+        """
         path = self.directory.rollouts / f"{name}.parquet"
-        if not self.accelerator.is_main_process or self._last_rollouts is None:
+        if self._last_rollouts is None:
             return path
-        table = pd.DataFrame(self._rollout_rows(groups, step=int(name.split("-")[-1])))
+        table = pd.DataFrame(self._rollout_rows(groups, step=sample_step(path)))
         aside = path.with_suffix(".writing")
-        table.to_parquet(aside)
-        os.replace(aside, path)
+        try:
+            table.to_parquet(aside)
+            os.replace(aside, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise unwritable(path, error) from error
         return path
 
     def _rollout_rows(self, groups: int | None, step: int) -> Iterator[dict]:
@@ -258,27 +303,39 @@ class RunTrainer(OTBTrainer):
 
     def write_checkpoint(self) -> None:
         """Aside, fsync, rename; then the rule: the last and the best stay, the optimizer's state in the last only."""
-        writing = self.directory.checkpoints / ".writing"
+        writing, step = self.directory.checkpoints / ".writing", self.state.global_step
         if self.accelerator.is_main_process:
             shutil.rmtree(writing, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         output_dir, self.args.output_dir = self.args.output_dir, str(writing)
         try:
             self._save_checkpoint(self.model, trial=None)
-        except OSError as error:
-            raise RunError(f"{writing} cannot be written: {error.strerror}. Free space, then run again.") from error
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                self.directory.publish_checkpoint(writing / f"checkpoint-{step}", step)
+                shutil.rmtree(writing)
+                self.directory.prune_checkpoints(RESUME_FILES)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save tells of a full disk by a RuntimeError
+            shutil.rmtree(writing, ignore_errors=True)
+            raise unwritable(self.directory.checkpoints, error) from error
         finally:
             self.args.output_dir = output_dir
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            step = self.state.global_step
-            self.directory.publish_checkpoint(writing / f"checkpoint-{step}", step)
-            shutil.rmtree(writing)
-            self.directory.prune_checkpoints(RESUME_FILES)
         self.accelerator.wait_for_everyone()
 
     def create_model_card(self, *args, **kwargs) -> None:
         """No model card: the run directory says where a checkpoint comes from."""
+
+
+class FirstEvaluation(TrainerCallback):
+    """The evaluation before the first step; as a callback, because trackers have to start before anything is timed."""
+
+    def __init__(self, trainer: RunTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, *args, **kwargs) -> None:
+        if not any(read_rows(self.trainer.directory.evaluations_file)):
+            self.trainer.evaluate_held_out()
+            self.trainer._step_started = time.perf_counter()
 
 
 class PromptSampler(Sampler):
@@ -314,6 +371,14 @@ class PromptSampler(Sampler):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             yield from torch.randperm(self.rows, generator=generator).tolist()
             epoch += 1
+
+
+def finite_mean(values: list[float]) -> float | None:
+    """Mean of the finite values; None where nothing was measured."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return finite[0] if finite else None  # a count stays a whole number
+    return sum(finite) / len(finite)
 
 
 def peak_memory_bytes() -> int:

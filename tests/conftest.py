@@ -51,3 +51,19 @@ def untrained(tokenizer, tmp_path):
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(0, len(tokenizer), 10)]
     model.save_pretrained(tmp_path / "policy")
     return AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+
+
+@pytest.fixture(scope="session")
+def policy(tokenizer, tmp_path_factory) -> Path:
+    """Folder of an untrained tiny policy with its tokenizer, for runs of the real command (model.name=FOLDER).
+
+    Every tenth token ends a response, as in `untrained`.
+    """
+    from otb.tiny_policy import build_model
+
+    folder = tmp_path_factory.mktemp("models") / "policy"
+    model = build_model(tokenizer, seed=0)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(0, len(tokenizer), 10)]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

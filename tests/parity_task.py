@@ -1,5 +1,6 @@
 """A task for tests of runs: arithmetic prompts, and a reward that has spread under an untrained policy."""
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,5 +14,7 @@ class Parity(Arithmetic):
     name: ClassVar[str] = "parity"
 
     def reward(self, completions: list, **columns) -> list[float]:
-        """1.0 where the sum of the response's characters is odd."""
+        """1.0 where the sum of the response's characters is odd; infinite where OTB_TEST_INFINITE_REWARD is set."""
+        if "OTB_TEST_INFINITE_REWARD" in os.environ:
+            return [float("inf")] * len(completions)
         return [float(sum(map(ord, messages[-1]["content"])) % 2) for messages in completions]

@@ -12,19 +12,24 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from otb.sandbox import Sandbox
+
 
 class Task(Protocol):
     """What the harness asks of a task.
 
     `train_dataset` and `eval_dataset` return rows with a column `prompt` (chat messages, the last of them the user's)
     and a column `answer` (str, the reference); further columns are passed to `reward`. They raise ValueError, naming
-    the value, the rule and the fix, before any model is loaded. `environment` is the class of TRL's
-    `environment_factory`, or None for single-turn tasks.
+    the value, the rule and the fix, before any model is loaded.
+
+    `environment` makes the environment of one rollout out of the run's sandbox (`otb.tasks.python_tool.PythonTool`), or
+    is None for single-turn tasks. `max_turns`, of tasks with an environment, counts assistant turns.
+    `max_completion_length` counts own and tool tokens.
     """
 
     name: str
     max_completion_length: int
-    environment: Callable | None
+    environment: Callable[[Sandbox], object] | None
 
     def train_dataset(self) -> Dataset: ...
 

@@ -75,7 +75,11 @@ class Arithmetic:
         """
         draw = random.Random(f"demonstrate {seed} {noise}")
         problems = itertools.islice(_problems("demonstrate", draw), n)
-        return [[*_prompt(p), {"role": "assistant", "content": _demonstrate(p, draw, noise)}] for p in problems]
+        return [[*_prompt(p), *self._demonstrate(p, draw, noise)] for p in problems]
+
+    def _demonstrate(self, problem: str, draw: random.Random, noise: float) -> list[dict]:
+        """What follows the prompt; a pure function of its arguments and the state of `draw`."""
+        return [{"role": "assistant", "content": _solve(problem, draw, noise)}]
 
     def _dataset(self, use: str, count: int) -> Dataset:
         from datasets import Dataset
@@ -99,7 +103,7 @@ def boxed_integer(completion: list) -> int | None:
 def running_totals(problem: str) -> list[int]:
     """'7+8-3' -> [7, 15, 12]."""
     totals: list[int] = []
-    for term in re.findall(r"[+-]?\d", problem):
+    for term in re.findall(r"[+-]?\d+", problem):
         totals.append((totals[-1] if totals else 0) + int(term))
     return totals
 
@@ -121,7 +125,7 @@ def _problems(use: str, draw: random.Random) -> Iterator[str]:
             yield problem
 
 
-def _demonstrate(problem: str, draw: random.Random, noise: float = 1.0) -> str:
+def _solve(problem: str, draw: random.Random, noise: float) -> str:
     """One solution; a pure function of the problem, the noise and the state of `draw`."""
     first, *steps = re.findall(r"[+-]?\d", problem)
     terse = draw.random() < TERSE_SHARE
@@ -130,7 +134,7 @@ def _demonstrate(problem: str, draw: random.Random, noise: float = 1.0) -> str:
         right = total + int(step)
         shown = f"{step}=" if terse else f"{total}{step}="
         slipped = draw.random() < (SLIP_RATE if sure else CONFUSED_SLIP_RATE) * noise
-        total = _near(right, draw) if slipped else right
+        total = near(right, draw) if slipped else right
         text += f"{shown}{total}, "
         if slipped and draw.random() < NOTICE_RATE:
             total = right
@@ -138,20 +142,20 @@ def _demonstrate(problem: str, draw: random.Random, noise: float = 1.0) -> str:
         elif slipped:
             sure = False
     if not sure:
-        total, rambling = _ramble(steps[-1], total, draw)
+        total, rambling = ramble(steps[-1], total, draw)
         text += rambling
     return f"{text}\\boxed{{{total}}}"
 
 
-def _near(value: int, draw: random.Random) -> int:
+def near(value: int, draw: random.Random) -> int:
     """A wrong value close to `value`."""
     return value + draw.choice((-3, -2, -1, 1, 2, 3))
 
 
-def _ramble(step: str, total: int, draw: random.Random) -> tuple[int, str]:
+def ramble(step: str, total: int, draw: random.Random) -> tuple[int, str]:
     """The last step over and over, once the total is lost -> (the total settled on, the text)."""
     text = ""
     for _ in range(draw.randint(*RAMBLE_ROUNDS)):
-        total = _near(total, draw)
+        total = near(total, draw)
         text += f"{draw.choice(HEDGES)}{step}={total}, "
     return total, text

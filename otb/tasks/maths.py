@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from otb.grading import Grade, Outcome, extract_answer, grade_batch
+from otb.tasks.python_tool import MIN_TURNS, PythonTool
 from otb.tasks.rows import Source, load_rows, provenance
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ class Maths:
     system_prompt: a first message, where the row has none. instruction: ends the user's message, where it does not yet.
     max_eval_rows: the first so many evaluation rows; None = all.
     drop_unanswered: rows without a question or an answer are dropped; by default they are an error.
+    max_turns: assistant turns with Python as a tool, the last of which can only answer; None = no tool. Own and tool
+        tokens then share `max_completion_length`, and the answer is read from the policy's own last message.
     """
-
-    environment: Callable | None = None
 
     def __init__(
         self,
@@ -62,12 +63,15 @@ class Maths:
         instruction: str | None = BOXED,
         max_eval_rows: int | None = None,
         drop_unanswered: bool = False,
+        max_turns: int | None = None,
     ) -> None:
         if path is None:
             raise ValueError(f"task {name} has path=null: no hub id of it is known to us. Try task.path=FOLDER.")
-        for key, count in {"max_completion_length": max_completion_length, "max_eval_rows": max_eval_rows}.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{key}={count} of task {name}; it counts from 1. Try {key}=32.")
+        counts = {"max_completion_length": (max_completion_length, 1, 32), "max_eval_rows": (max_eval_rows, 1, 32)}
+        counts["max_turns"] = (max_turns, MIN_TURNS, 5)
+        for key, (count, least, usual) in counts.items():
+            if count is not None and count < least:
+                raise ValueError(f"{key}={count} of task {name}; it must be at least {least}. Try {key}={usual}.")
         if eval_split is not None and evaluation is not None:
             raise ValueError(
                 f"task {name} has eval_split={eval_split!r} and evaluation={evaluation.name!r}; evaluation rows come "
@@ -85,6 +89,8 @@ class Maths:
         self.system_prompt, self.instruction = system_prompt, instruction
         self.max_completion_length, self.max_eval_rows = max_completion_length, max_eval_rows
         self.drop_unanswered = drop_unanswered
+        self.max_turns = max_turns
+        self.environment: type | None = None if max_turns is None else PythonTool
 
     def train_dataset(self) -> Dataset:
         """Rows `prompt` (chat messages), `answer` (str). ValueError where the task has no training rows."""

@@ -1,0 +1,96 @@
+"""The sums of `arithmetic`, solved partly in the head and partly by Python: the offline task with tools.
+
+Before each step the demonstrator may hand all that is left to Python; until then he goes on in his head, where he slips
+as in `arithmetic`. A call is right more often than three steps in the head, but not always: he mistypes a term, forgets
+to print, or distrusts a right result. A policy warm-started on that is right about half the time.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from otb.tasks.arithmetic import NOTICE_RATE, Arithmetic, near, ramble, running_totals
+from otb.tasks.python_tool import MIN_TURNS, NO_OUTPUT, PythonTool
+
+CALL_RATE = 0.35  # per step, while he is sure of himself
+SLIP_RATE = 0.3  # per step in the head
+MISTYPE_RATE = 0.15  # per call
+FORGET_RATE = 0.1  # per call, to print
+DISTRUST_RATE = 0.1  # per result
+
+
+@dataclass(frozen=True)
+class ArithmeticTools(Arithmetic):
+    """The problems of `Arithmetic` with a Python tool.
+
+    max_completion_length: own and tool tokens together. max_turns: assistant turns; the last one can only answer.
+    Everything else as in `Arithmetic`.
+    """
+
+    eval_prompts: int = 64
+    max_completion_length: int = 72
+    max_turns: int = 5
+
+    name: ClassVar[str] = "arithmetic_tools"
+    environment: ClassVar[type] = PythonTool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_turns < MIN_TURNS:
+            raise ValueError(f"max_turns={self.max_turns} must be at least {MIN_TURNS}. Try max_turns=5.")
+
+    def demonstrations(self, seed: int, n: int, noise: float = 1.0) -> list[list[dict]]:
+        """As in `Arithmetic`, with the tiny policy's notice of tools in front and Python's replies between."""
+        tools = {"role": "system", "content": "<tools>"}
+        return [[tools, *chat] for chat in super().demonstrations(seed, n, noise)]
+
+    def _demonstrate(self, problem: str, draw: random.Random, noise: float) -> list[dict]:
+        first, *steps = re.findall(r"[+-]?\d", problem)
+        total, sure, text = int(first), True, ""
+        for done, step in enumerate(steps):
+            if sure and draw.random() < CALL_RATE:
+                return _by_python(text, f"{total}{''.join(steps[done:])}", draw, noise)
+            right = total + int(step)
+            slipped = draw.random() < SLIP_RATE * noise
+            shown, total = total, near(right, draw) if slipped else right
+            text += f"{shown}{step}={total}, "
+            if slipped and draw.random() < NOTICE_RATE:
+                total = right
+                text += f"no {shown}{step}={total}, "
+            elif slipped:
+                sure = False
+        if not sure:
+            total, rambling = ramble(steps[-1], total, draw)
+            text += rambling
+        return [_says(f"{text}\\boxed{{{total}}}")]
+
+
+def _by_python(text: str, expression: str, draw: random.Random, noise: float) -> list[dict]:
+    """From the call to the answer. text: what was said before it."""
+    if draw.random() < MISTYPE_RATE * noise:
+        at = draw.choice([match.start() for match in re.finditer(r"\d", expression)])
+        expression = f"{expression[:at]}{draw.randint(1, 9)}{expression[at + 1 :]}"
+    messages = []
+    if draw.random() < FORGET_RATE * noise:
+        messages += [_says(text, expression), _replies(NO_OUTPUT)]
+        text = ""
+    result = running_totals(expression)[-1]
+    messages += [_says(text, f"print({expression})"), _replies(str(result))]
+    if draw.random() < DISTRUST_RATE * noise:
+        doubtful, rambling = ramble(re.findall(r"[+-]?\d+", expression)[-1], result, draw)
+        return [*messages, _says(f"{rambling}\\boxed{{{doubtful}}}")]
+    return [*messages, _says(f"\\boxed{{{result}}}")]
+
+
+def _says(text: str, code: str | None = None) -> dict:
+    message = {"role": "assistant", "content": text}
+    if code is None:
+        return message
+    return message | {"tool_calls": [{"type": "function", "function": {"name": "python", "arguments": {"code": code}}}]}
+
+
+def _replies(text: str) -> dict:
+    return {"role": "tool", "name": "python", "content": text}

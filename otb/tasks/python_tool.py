@@ -1,0 +1,81 @@
+"""Python as a tool of the policy: an environment for TRL's `environment_factory`, one per rollout, over one sandbox.
+
+`otb.tool_rollouts.ToolTrainer` runs the programs of a turn side by side and leaves each outcome here, where TRL's loop,
+which asks one rollout after another, collects it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from otb.sandbox import Result, Sandbox
+
+NO_OUTPUT = "(no output)"
+MIN_TURNS = 2  # one to call, one to answer
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A call that is not run. text: what the policy reads instead of a result."""
+
+    text: str
+
+
+MALFORMED = Refusal('refused: a call is {"name": "python", "arguments": {"code": "..."}} in valid JSON')
+
+
+@dataclass
+class ToolUse:
+    """What became of a rollout's calls; the counts behind the tool metrics of otb/records.py. seconds: of programs."""
+
+    calls: int = 0
+    failed: int = 0
+    limited: int = 0
+    refused: int = 0
+    seconds: float = 0.0
+
+    def count(self, outcome: Result | Refusal) -> None:
+        self.calls += 1
+        if isinstance(outcome, Refusal):
+            self.refused += 1
+            return
+        self.failed += outcome.status == "user_error"
+        self.limited += outcome.status in ("timeout", "memory", "output_limit")
+        self.seconds += outcome.seconds
+
+
+class PythonTool:
+    """The environment of one rollout; its one tool is `python`. TRL makes a tool of every public method.
+
+    Nothing lasts from call to call: the sandbox starts each program afresh.
+
+    Args:
+        sandbox: runs the programs; shared by all rollouts.
+
+    Attributes:
+        use: what became of this rollout's calls so far.
+        outcomes: of calls that ToolTrainer ran or refused ahead of TRL's asking, in the order of the calls.
+    """
+
+    def __init__(self, sandbox: Sandbox):
+        self.sandbox = sandbox
+        self.reset()
+
+    def reset(self, **row) -> None:
+        """A new rollout begins; the row's columns are nothing that a program could see."""
+        self.use = ToolUse()
+        self.outcomes: deque[Result | Refusal] = deque()
+
+    def python(self, code: str) -> str:
+        """Runs a Python program and returns what it prints. numpy and sympy are there. No variable outlives a call.
+
+        Args:
+            code: The program; print what you want to see.
+        """
+        outcome = self.outcomes.popleft() if self.outcomes else self._run(code)
+        self.use.count(outcome)
+        return outcome.text or NO_OUTPUT
+
+    def _run(self, code: object) -> Result | Refusal:
+        return self.sandbox.run(code) if isinstance(code, str) else MALFORMED

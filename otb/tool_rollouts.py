@@ -1,0 +1,253 @@
+"""ToolTrainer: rollouts that call Python, by TRL's own tool loop with what it lacks. Without tools it is an OTBTrainer.
+
+TRL's loop alternates: sample a turn of all unfinished rollouts, run their calls one after another, append the replies.
+Three of its methods are extended and none is copied: `_generate` follows every rollout from its prompt to its end,
+`_generate_single_turn` keeps a turn inside the token budget and runs its programs side by side, `_get_tool_suffix_ids`
+makes a reply harmless and short enough. docs/tools.md lists each guard and what TRL does without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from otb.sandbox import neutralise
+from otb.tasks.python_tool import MALFORMED, PythonTool, Refusal
+from otb.tool_calls import every_call_readable, read_codes
+from otb.trainer import OTBTrainer
+
+CALLS_PER_TURN = 5  # of one rollout; a program may take its whole time limit, and all others wait for the slowest
+KEPT_FOR_AN_ANSWER = 8  # a reply leaves this part of the budget, 1 / 8, to the policy
+SHORTENED = " [...]"
+PAST_THE_LAST_TURN = Refusal("refused: this was the last turn")
+NO_ROOM = Refusal("refused: the response has no room for a reply")
+TOO_MANY = Refusal(f"refused: at most {CALLS_PER_TURN} calls are run in one turn")
+
+
+@dataclass
+class _Rollout:
+    """One rollout on its way. ids: prompt and response so far; prompt: tokens of the prompt among them."""
+
+    ids: list[int]
+    prompt: int
+    environment: PythonTool
+    turns: int = 0
+    cut: str = ""  # "turns" or "length", where a limit ended it
+
+
+class ToolTrainer(OTBTrainer):
+    """An OTBTrainer whose rollouts may call the `python` of a `PythonTool`; the same OTBTrainer without one.
+
+    Args:
+        environment_factory: gives a PythonTool, such as `functools.partial(PythonTool, sandbox)`.
+        args: `max_tool_calling_iterations` turns may be answered by Python, so that there are that many assistant turns
+            and one; `max_completion_length` bounds own and tool tokens together.
+        Everything else as in `OTBTrainer`.
+
+    Raises:
+        SandboxFailure: while training, where the sandbox itself failed; whatever a program does is told to the policy.
+    """
+
+    def __init__(self, *args, **kwargs):
+        self._rollouts: list[_Rollout] = []  # of the generation under way, in TRL's order
+        self._waiting: list[_Rollout] = []  # those with calls that TRL has not yet answered with a further turn
+        self._unanswered: Iterator[_Rollout] = iter(())
+        super().__init__(*args, **kwargs)
+        self._control_tokens = tuple(token for token in self._tokenizer.get_added_vocab() if token.strip())
+
+    def _generate(self, prompts):
+        if not self.environment_factories:
+            return super()._generate(prompts)
+        self._rollouts, self._waiting = [], []
+        with every_call_readable(self._tokenizer, self._end_tokens):
+            generated = super()._generate(prompts)
+        self._end(self._waiting)
+        self._count_as_truncated(*generated[1:3], generated[4])
+        self._log_tool_use()
+        return generated
+
+    # ---- one turn
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if not self.environment_factories:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        rollouts = self._continued(prompt_ids) if self._rollouts else self._begun(prompt_ids)
+        room = [self._room(rollout) for rollout in rollouts]
+        with self._at_most_new_tokens(max(1, *room)):
+            turn_ids, log_probs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        turn_ids = [ids[:most] for ids, most in zip(turn_ids, room, strict=True)]
+        if log_probs is not None:
+            log_probs = [row[:most] for row, most in zip(log_probs, room, strict=True)]
+        self._take_turn(rollouts, turn_ids)
+        return turn_ids, log_probs
+
+    def _begun(self, prompt_ids: list[list[int]]) -> list[_Rollout]:
+        self._rollouts = [
+            _Rollout(list(ids), len(ids), environment)
+            for ids, environment in zip(prompt_ids, self.environments, strict=True)
+        ]
+        return self._rollouts
+
+    def _continued(self, prompt_ids: list[list[int]]) -> list[_Rollout]:
+        """The rollouts of these rows. TRL keeps the order and leaves out those whose reply did not fit."""
+        rows, continued, dropped = iter(prompt_ids), [], []
+        row = next(rows, None)
+        for rollout in self._waiting:
+            if rollout.ids == row:
+                continued.append(rollout)
+                row = next(rows, None)
+            else:
+                dropped.append(rollout)
+        if row is not None:
+            raise RuntimeError(
+                f"{len(prompt_ids)} rollouts are to be continued, of which {len(continued)} are known here; TRL's tool "
+                "loop does not work as in the version that pyproject.toml pins. Install that version."
+            )
+        self._end(dropped)
+        return continued
+
+    def _end(self, rollouts: list[_Rollout]) -> None:
+        """These asked for a reply and get none: past the last turn, or for want of room."""
+        for rollout in rollouts:
+            rollout.cut = "turns" if self._is_last_turn(rollout) else "length"
+
+    def _is_last_turn(self, rollout: _Rollout) -> bool:
+        return rollout.turns > self.max_tool_calling_iterations
+
+    def _room(self, rollout: _Rollout) -> int:
+        """Tokens left for the response."""
+        return max(0, self.max_completion_length - (len(rollout.ids) - rollout.prompt))
+
+    @contextmanager
+    def _at_most_new_tokens(self, count: int) -> Iterator[None]:
+        """TRL would sample `max_completion_length` tokens in every turn, and then cut what is over the budget."""
+        if self.use_vllm:
+            holder, name = self.vllm_generation, "max_completion_length"
+        else:
+            holder, name = self.generation_config, "max_new_tokens"
+        usual = getattr(holder, name)
+        setattr(holder, name, count)
+        try:
+            yield
+        finally:
+            setattr(holder, name, usual)
+
+    def _take_turn(self, rollouts: list[_Rollout], turn_ids: list[list[int]]) -> None:
+        """Adds a turn to its rollouts; its programs run side by side, and nothing else of a turn waits for them."""
+        self._waiting = []
+        calls: list[tuple[PythonTool, str | Refusal]] = []
+        for rollout, ids in zip(rollouts, turn_ids, strict=True):
+            codes = read_codes(self._tokenizer, ids, rollout.ids, self._env_tools[None])
+            rollout.ids, rollout.turns = rollout.ids + ids, rollout.turns + bool(ids)
+            if codes:
+                self._waiting.append(rollout)
+                calls += [(rollout.environment, self._vetted(rollout, n, code)) for n, code in enumerate(codes)]
+            elif not ids or ids[-1] not in self._end_tokens:
+                rollout.cut = "length"
+        self._unanswered = iter(self._waiting)
+        programs = [call for _, call in calls if isinstance(call, str)]
+        results = iter(calls[0][0].sandbox.run_many(programs) if programs else [])
+        for environment, call in calls:
+            if call is PAST_THE_LAST_TURN:
+                environment.use.count(call)  # TRL will not ask for it
+            else:
+                environment.outcomes.append(next(results) if isinstance(call, str) else call)
+
+    def _vetted(self, rollout: _Rollout, position: int, code: str | None) -> str | Refusal:
+        """The program, or why it is not run. position: among the calls of the turn, from 0."""
+        if self._is_last_turn(rollout):
+            return PAST_THE_LAST_TURN
+        if code is None:
+            return MALFORMED
+        if self._room(rollout) <= self._smallest_reply:
+            return NO_ROOM
+        return code if position < CALLS_PER_TURN else TOO_MANY
+
+    @property
+    def _end_tokens(self) -> tuple[int, ...]:
+        return (*self.eos_token_ids, self._tokenizer.pad_token_id)
+
+    # ---- calls are answered
+
+    def _get_tool_suffix_ids(self, tool_messages):
+        """Tokens from the call to the next turn. TRL asks once for each of the waiting rollouts, in their order."""
+        rollout = next(self._unanswered)
+        for message in tool_messages:
+            message["content"] = neutralise(message["content"], self._control_tokens)
+        reply = super()._get_tool_suffix_ids(tool_messages)
+        most = self._room(rollout) - self.max_completion_length // KEPT_FOR_AN_ANSWER
+        while len(reply) > most and self._shorten(tool_messages, len(reply) - most):
+            reply = super()._get_tool_suffix_ids(tool_messages)
+        rollout.ids = rollout.ids + reply
+        return reply
+
+    def _shorten(self, tool_messages: list[dict], excess: int) -> bool:
+        """Takes about `excess` tokens from the end of the longest message; False where nothing is left to take."""
+        message = max(tool_messages, key=lambda message: len(message["content"]))
+        text = message["content"].removesuffix(SHORTENED)
+        ids, marker = (self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, SHORTENED))
+        kept = self._tokenizer.decode(ids[: max(0, len(ids) - excess - len(marker))])
+        kept = kept.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
+        if len(kept) + len(SHORTENED) >= len(message["content"]):
+            return False
+        message["content"] = kept + SHORTENED
+        return True
+
+    @cached_property
+    def _smallest_reply(self) -> int:
+        """Tokens of a reply of which nothing but the mark is left."""
+        return len(super()._get_tool_suffix_ids([{"role": "tool", "name": "python", "content": SHORTENED}]))
+
+    # ---- what is recorded
+
+    def _count_as_truncated(self, completion_ids: list, tool_mask: list, log_probs: list | None) -> None:
+        """TRL takes a rollout whose last call found no room for finished, as it ends with an end token."""
+        cut = [
+            i for i, rollout in enumerate(self._rollouts)
+            if rollout.cut == "length" and completion_ids[i][-1] in self._end_tokens
+        ]  # fmt: skip
+        dropped, rollouts = self._summed([len(cut), len(self._rollouts)])
+        self._metrics[self._mode]["completions/clipped_ratio"][-1] += dropped / rollouts
+        if self.mask_truncated_completions:  # it looks for the end token
+            for rows in filter(None, (completion_ids, tool_mask, log_probs)):
+                for i in cut:
+                    del rows[i][-1]
+
+    def _log_tool_use(self) -> None:
+        """The tool metrics of otb/records.py, over all processes; shares of calls only where there were calls."""
+        uses = [rollout.environment.use for rollout in self._rollouts]
+        columns = {
+            "rollouts": [1 for _ in uses],
+            "turns_mean": [rollout.turns for rollout in self._rollouts],
+            "cut_by_turns": [rollout.cut == "turns" for rollout in self._rollouts],
+            "cut_by_length": [rollout.cut == "length" for rollout in self._rollouts],
+            "never_called": [use.calls == 0 for use in uses],
+            "tool_calls": [use.calls for use in uses],
+            "tool_failed": [use.failed for use in uses],
+            "tool_timed_out": [use.limited for use in uses],
+            "tool_refused": [use.refused for use in uses],
+            "tool_seconds": [use.seconds for use in uses],
+        }
+        sums = dict(zip(columns, self._summed([sum(column) for column in columns.values()]), strict=True))
+        rollouts, calls = sums.pop("rollouts"), round(sums.pop("tool_calls"))
+        for name in ("turns_mean", "cut_by_turns", "cut_by_length", "never_called"):
+            sums[name] /= rollouts
+        for name in ("tool_failed", "tool_timed_out", "tool_refused"):
+            number = sums.pop(name)
+            if calls:
+                sums[name] = number / calls
+        for name, value in (sums | {"tool_calls": calls}).items():
+            self._metrics[self._mode][name].append(value)
+
+    def _summed(self, values: list[float]) -> list[float]:
+        """Each of the values, summed over all processes."""
+        local = torch.tensor([values], dtype=torch.float32, device=self.accelerator.device)
+        return self.accelerator.gather(local).sum(0).tolist()
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"

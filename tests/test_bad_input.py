@@ -1,0 +1,252 @@
+"""What the command refuses: each with exit code 2 and a short message of the value, the rule and the fix.
+
+SETTINGS are refused before torch is imported, DATA before a model is loaded: there the weights are unreadable, and
+reading them would be another error.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests import commands
+
+REFUSED = 2
+CHOICES = "is not one of the choices"
+
+# arguments: what the message must say of the value, of the rule, of the fix
+SETTINGS = {
+    "baseline=ottb": ("baseline=ottb", CHOICES, "Did you mean otb? Choices: "),
+    "task=gsm8": ("task=gsm8", CHOICES, "Did you mean gsm8k?"),
+    "model=qwen3-8b": ("model=qwen3-8b", CHOICES, "Did you mean qwen3-8b-base?"),
+    "trainer=defalt": ("trainer=defalt", CHOICES, "Did you mean default?"),
+    "task@task.evaluation=aime2": ("task=aime2", CHOICES, "Did you mean aime25?"),
+    "-m baseline=otb,ottb": ("baseline=ottb", CHOICES, "Did you mean otb?"),
+    "model.name=tinny": ("model.name=tinny", "no folder and no hub id", "Did you mean tiny?"),
+    "model.name=./nowhere": ("model.name=./nowhere", "is not a folder", "Give a folder"),
+    "grup_size=8": ("grup_size", "no key of this project", "Did you mean group_size?"),
+    "evaluation.evry=5": ("evaluation.evry", "no key of evaluation", "Did you mean every?"),
+    "+evaluation.evry=5": ("evaluation.evry", "no key of evaluation", "Did you mean every?"),
+    "steps=[1": ("steps=[1", "cannot be read as KEY=VALUE", "Quote"),
+    "group_size=0": ("group_size=0", "whole number >= 1", "Try group_size=1"),
+    "group_size=2.5": ("group_size=2.5", "whole number >= 1", "Try group_size=1"),
+    "baseline=rloo group_size=1": ("group_size=1", "needs at least 2", "works with one rollout (none, otb)"),
+    "baseline=grpo group_size=1": ("group_size=1", "needs at least 2", "works with one rollout (none, otb)"),
+    "prompts_per_step=0": ("prompts_per_step=0", "whole number >= 1", "Try prompts_per_step=1"),
+    "steps=0": ("steps=0", "whole number >= 1", "Try steps=1"),
+    "steps=many": ("steps=many", "whole number >= 1", "Try steps=1"),
+    "seed=-1": ("seed=-1", "whole number >= 0", "Try seed=1"),
+    "evaluation.samples=0": ("evaluation.samples=0", "whole number >= 1", "Try evaluation.samples=1"),
+    "evaluation.every=-1": ("evaluation.every=-1", "whole number >= 0", "Try evaluation.every=1"),
+    "checkpoint_every=-5": ("checkpoint_every=-5", "whole number >= 0", "Try checkpoint_every=1"),
+    "rollouts.groups=-1": ("rollouts.groups=-1", "whole number >= 0", "Try rollouts.groups=1"),
+    "learning_rate=-1e-6": ("learning_rate=-1e-06", "positive number", "Try learning_rate=1e-6"),
+    "learning_rate=0": ("learning_rate=0", "positive number", "Try learning_rate=1e-6"),
+    "temperature=0": ("temperature=0", "positive number", "Try temperature=1.0"),
+    "overwrite=perhaps": ("overwrite=perhaps", "true or false", "Try overwrite=false"),
+    "max_prompt_length=0": ("max_prompt_length=0", "whole number >= 1", "Try max_prompt_length=null"),
+    "WORLD_SIZE=2 prompts_per_step=3 group_size=1": ("3 rollouts", "divide over 2 processes", "prompts_per_step=2"),
+    "model.rollouts_per_forward=5": ("rollouts_per_forward=5", "must divide the 64 rollouts", "rollouts_per_forward=4"),
+    "model.rollouts_per_forward=0": ("rollouts_per_forward=0", "must divide the 64 rollouts", "rollouts_per_forward=1"),
+    "steps=5 trainer.num_iterations=2": ("steps=5", "multiple of trainer.num_iterations=2", "Try steps=4"),
+    "trainer.top_p=0.9": ("top_p=0.9", "not the distribution sampled from", "Use top_p=1.0"),
+    "trainer.top_k=5": ("top_k=5", "not the distribution sampled from", "Use top_k=0"),
+    "baseline=rloo trainer.top_p=1.5": ("trainer.top_p=1.5", "must be in (0, 1]", "Try trainer.top_p=1.0"),
+    "trainer.beta=-0.1": ("trainer.beta=-0.1", "number >= 0", "Try trainer.beta=0"),
+    "trainer.betta=0.1": ("trainer.betta", "no option of trl.GRPOConfig", "Did you mean beta?"),
+    "trainer.num_generations=8": ("trainer.num_generations=8", "follows from the run's own keys", "set group_size"),
+    "trainer.loss_type=dappo": ("trainer.loss_type=dappo", "is not one of", "Did you mean dapo?"),
+    "trainer.loss_type=vespo": ("loss_type='vespo'", "otb has one per token", "Use 'dr_grpo' or 'dapo'"),
+    "trainer.report_to=wanddb": ("trainer.report_to=wanddb", "is not one of", "Did you mean wandb?"),
+    "baseline.tial=own": ("baseline.tial", "no argument of otb.baselines.otb.otb", "Did you mean tail?"),
+    "baseline.tail=owm": ("baseline.tail=owm", "is not one of zero, own, carry", "Did you mean own?"),
+    "baseline._target_=no.such.thing": ("no.such.thing", "cannot be imported", "No module named"),
+    "task.train_prompt=8": ("task.train_prompt", "no argument of", "Did you mean train_prompts?"),
+    "task.train_prompts=0": ("task.train_prompts=0", "outside 1..", "Try task.train_prompts=128"),
+    "task=math_lvl3to5": ("path=null", "no hub id", "Try task.path=FOLDER"),
+    "model.dtype=float16": ("model.dtype=float16", "is not one of float32, bfloat16", "Try model.dtype=float32"),
+    "model.lora.rank=4": ("model.lora.rank", "no field of peft.LoraConfig", "The usual ones: r, "),
+    "model.lora.lora_alfa=4": ("model.lora.lora_alfa", "no field of peft.LoraConfig", "Did you mean lora_alpha?"),
+    "model.lora.lora_alpha=32": ("model.lora.lora_alpha", "set without a rank", "Add model.lora.r=16"),
+    "model.lora.r=0": ("model.lora.r=0", "at least 1", "Try model.lora.r=16"),
+    "model.warm_start.stps=9": ("model.warm_start.stps", "no field of WarmStart", "Did you mean steps?"),
+}
+
+if importlib.util.find_spec("trackio") is None:
+    needs = "needs the package trackio"
+    SETTINGS["trainer.report_to=trackio"] = ("trainer.report_to=trackio", needs, "Run: pip install trackio")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs") / "log"
+
+
+def assert_refused(code: int, printed: str, said: tuple[str, ...]) -> None:
+    assert code == REFUSED, printed
+    assert printed.startswith("error: ") and "Traceback" not in printed
+    for part in said:
+        assert part in printed
+    assert len(printed) < 800
+
+
+def split(given: str) -> tuple[list[str], dict[str, str]]:
+    """'WORLD_SIZE=2 a=1 -m' -> arguments, environment: variables are in capitals."""
+    words = given.split()
+    variables = [word for word in words if word.partition("=")[0].isupper()]
+    return [word for word in words if word not in variables], dict(word.split("=", 1) for word in variables)
+
+
+@pytest.mark.parametrize("given", SETTINGS)
+def test_settings_that_make_no_sense_are_refused(given, tmp_path, log):
+    arguments, environment = split(given)
+    code, printed = commands.run([*arguments, f"runs_dir={tmp_path / 'runs'}"], log, **environment)
+    assert_refused(code, printed, SETTINGS[given])
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "baseline=ottb",
+        "-m baseline=otb,ottb",
+        "group_size=0",
+        "trainer.top_p=0.9",
+        "baseline.tial=own",
+        "task.train_prompts=0",
+        "WORLD_SIZE=2 prompts_per_step=3 group_size=1",
+    ],
+)
+def test_the_command_as_typed_refuses_within_two_seconds(given, tmp_path):
+    """Of the processor: other tests or a busy machine may stretch the time on the clock."""
+    arguments, environment = split(given)
+    before = os.times()
+    done = commands.run_command_line([*arguments, f"runs_dir={tmp_path}"], **environment)
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
+    assert_refused(done.returncode, done.stderr, SETTINGS[given])
+    assert done.stdout == ""
+
+
+# ---- data and models
+
+
+@pytest.fixture(scope="module")
+def unreadable_weights(policy, tmp_path_factory):
+    """A policy whose tokenizer and configuration are fine and whose weights are no weights."""
+    folder = tmp_path_factory.mktemp("broken") / "policy"
+    shutil.copytree(policy, folder)
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    return folder
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """write(train_rows) -> the arguments that name this dataset."""
+
+    def write(rows: list[dict]) -> list[str]:
+        folder = tmp_path / "data"
+        folder.mkdir()
+        for split_name, content in (("train", rows), ("test", [{"question": "1 + 1?", "answer": "#### 2"}])):
+            (folder / f"{split_name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+        return ["task=gsm8k", f"task.path={folder}", "task.max_completion_length=8", "prompts_per_step=2"]
+
+    return write
+
+
+GOOD = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(4)]
+DATA = {
+    "missing column": (
+        [{"problem": "1 + 1?", "answer": "#### 2"}],
+        [],
+        ("Column 'question'", "found: answer, problem", "Set task.question_column"),
+    ),
+    "no rows": ([], [], ("train.jsonl", "empty", "at least one row")),
+    "rows without an answer": (
+        [*GOOD, {"question": "2 + 2?", "answer": ""}],
+        [],
+        ("1 of 5 rows", "each needs both", "Try task.drop_unanswered=true"),
+    ),
+    "fewer rows than a step takes": (
+        GOOD[:1],
+        [],
+        ("prompts_per_step=2", "more than the 1 training prompts", "Try prompts_per_step=1"),
+    ),
+    "a path that does not exist": (
+        GOOD,
+        ["task.path=/nowhere/gsm8k"],
+        ("path='/nowhere/gsm8k'", "does not exist", "A path is a local file"),
+    ),
+    "a dataset of the hub that is not cached": (
+        GOOD,
+        ["task.path=someone/some-set"],
+        ("path='someone/some-set'", "not in the cache", "python -m otb.prefetch --dataset someone/some-set"),
+    ),
+    "prompts longer than the limit": (
+        GOOD,
+        ["max_prompt_length=20"],
+        ("4 prompts", "longer than 20 tokens (max_prompt_length)", "Try max_prompt_length="),
+    ),
+    "prompts longer than the model's context": (
+        [{"question": "1 + " * 4200 + "1?", "answer": "#### 4201"}, *GOOD],
+        [],
+        ("1 prompts", "longer than 4088 tokens (the model's context", "Lower task.max_completion_length"),
+    ),
+    "responses longer than the model's context": (
+        GOOD,
+        ["task.max_completion_length=5000"],
+        ("task.max_completion_length=5000", "context of 4096", "Try task.max_completion_length=2048"),
+    ),
+    "a LoRA target that matches nothing": (
+        GOOD,
+        ["model.lora.r=4", "model.lora.target_modules=[q_proj,vproj]"],
+        ("target_modules=vproj", "matches no linear module", "Found: down_proj, "),
+    ),
+    "a learning rate schedule that does not exist": (
+        GOOD,
+        ["trainer.lr_scheduler_type=cosin"],
+        ("trainer: ", "cosin", "not a valid SchedulerType, please select one of"),
+    ),
+    "weights that cannot be read": (GOOD, [], ("model.name=", "cannot be read", "what save_pretrained writes")),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_data_that_cannot_be_used_are_refused_before_the_model_loads(case, dataset, unreadable_weights, tmp_path, log):
+    rows, changed, said = DATA[case]
+    given = [*dataset(rows), f"model.name={unreadable_weights}", *changed, f"runs_dir={tmp_path / 'runs'}"]
+    code, printed = commands.run(given, log)
+    assert_refused(code, printed, said)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(unreadable_weights, tmp_path, log):
+    folder = tmp_path / "policy"
+    shutil.copytree(unreadable_weights, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink()
+    code, printed = commands.run([f"model.name={folder}", f"runs_dir={tmp_path / 'runs'}"], log)
+    assert_refused(code, printed, (f"model.name={folder}", "without a chat template", "Use the instruct variant"))
+
+
+def test_a_model_of_the_hub_that_is_not_cached_offline_names_the_command_that_fetches_it(tmp_path, log):
+    given = ["model.name=someone/some-model", "model.revision=v2", f"runs_dir={tmp_path}"]
+    code, printed = commands.run(given, log, HF_HUB_OFFLINE="1")
+    fix = "python -m otb.prefetch --model someone/some-model --revision v2"
+    assert_refused(code, printed, ("model.name=someone/some-model", "not in the cache", fix))
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path, log):
+    code, printed = commands.run([f"model.name={tmp_path}", f"runs_dir={tmp_path / 'runs'}"], log)
+    assert_refused(code, printed, (f"model.name={tmp_path}", "cannot be read", "what save_pretrained writes"))
+
+
+def test_nothing_is_warm_started_for_a_run_that_is_refused(tmp_path, log):
+    given = ["max_prompt_length=3", f"runs_dir={tmp_path / 'runs'}"]
+    code, printed = commands.run(given, log, OTB_CACHE=str(tmp_path / "cache"))
+    assert_refused(code, printed, ("longer than 3 tokens", "Try max_prompt_length="))
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,133 @@
+"""The lock of a run directory: one writer, whatever the processes before it died of."""
+
+import json
+import multiprocessing
+import os
+import time
+
+import psutil
+import pytest
+
+from otb import run_lock
+from otb.records import RunError
+from otb.run_lock import STALE_SECONDS, RunLock, machine, read_lock
+
+
+def lock_of(folder, **facts):
+    """Writes a lock as another process would have left it; heartbeat_age: seconds."""
+    age = facts.pop("heartbeat_age", 0.0)
+    known = {"token": "theirs", "host": "node7", "machine": "another", "pid": 1, "process_started": 0.0, "job": None}
+    (folder / "lock.json").write_text(json.dumps(known | {"job_restarts": 0} | facts))
+    os.utime(folder / "lock.json", (time.time() - age, time.time() - age))
+
+
+def test_lock_is_there_while_held_and_gone_afterwards(tmp_path):
+    with RunLock(tmp_path) as lock:
+        assert lock.held()
+        assert read_lock(lock.file)["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_of_a_living_process_on_this_machine_is_refused_whatever_its_heartbeat(tmp_path):
+    me = psutil.Process()
+    lock_of(tmp_path, machine=machine(), pid=me.pid, process_started=me.create_time(), heartbeat_age=1e6)
+    with pytest.raises(RunError, match=f"in use by process {me.pid} on node7.*Wait for it"), RunLock(tmp_path):
+        pass
+    assert read_lock(tmp_path / "lock.json")["token"] == "theirs"
+
+
+def test_lock_of_a_dead_process_on_this_machine_is_taken_over_at_once(tmp_path):
+    gone = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
+    gone.start()
+    started = psutil.Process(gone.pid).create_time()
+    gone.join()
+    lock_of(tmp_path, machine=machine(), pid=gone.pid, process_started=started)
+    with RunLock(tmp_path) as lock:
+        assert lock.held()
+
+
+def test_lock_of_a_recycled_process_id_is_taken_over(tmp_path):
+    lock_of(tmp_path, machine=machine(), pid=os.getpid(), process_started=12345.0)
+    with RunLock(tmp_path) as lock:
+        assert lock.held()
+
+
+def test_lock_of_another_host_is_decided_by_its_heartbeat(tmp_path):
+    lock_of(tmp_path, pid=os.getpid(), heartbeat_age=STALE_SECONDS - 5)
+    with pytest.raises(RunError, match="on node7"), RunLock(tmp_path):
+        pass
+    lock_of(tmp_path, heartbeat_age=STALE_SECONDS + 5)
+    with RunLock(tmp_path) as lock:
+        assert lock.held()
+
+
+def test_lock_of_another_host_is_not_judged_by_this_hosts_clock(tmp_path, monkeypatch):
+    lock_of(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # decades behind the file system's
+    with pytest.raises(RunError, match="on node7"), RunLock(tmp_path):
+        pass
+
+
+def test_lock_of_a_requeued_jobs_earlier_start_is_taken_over_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    lock_of(tmp_path, job="42", job_restarts=0)
+    with RunLock(tmp_path) as lock:
+        assert lock.held()
+    lock_of(tmp_path, job="42", job_restarts=1)  # another task of this very start
+    with pytest.raises(RunError, match="on node7"), RunLock(tmp_path):
+        pass
+
+
+def test_damaged_lock_is_taken_over(tmp_path):
+    (tmp_path / "lock.json").write_text("")
+    with RunLock(tmp_path) as lock:
+        assert lock.held()
+
+
+def test_heartbeat_goes_on_while_the_lock_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.02)
+    with RunLock(tmp_path) as lock:
+        os.utime(lock.file, (0, 0))
+        deadline = time.monotonic() + 5
+        while lock.file.stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert time.time() - lock.file.stat().st_mtime < 5
+
+
+def test_lock_that_was_taken_over_is_left_to_its_new_holder(tmp_path):
+    with RunLock(tmp_path) as lock:
+        lock_of(tmp_path)
+        assert not lock.held()
+    assert read_lock(tmp_path / "lock.json")["token"] == "theirs"
+
+
+def test_unwritable_folder_is_a_clear_error(tmp_path):
+    with pytest.raises(RunError, match="cannot be written: .*choose another runs_dir"), RunLock(tmp_path / "missing"):
+        pass
+
+
+def hold(folder, gate, results):
+    gate.wait()
+    try:
+        with RunLock(folder):
+            results.put("held")
+            time.sleep(1.0)
+    except RunError:
+        results.put("refused")
+
+
+def test_of_many_processes_that_find_a_dead_lock_one_takes_it(tmp_path):
+    context = multiprocessing.get_context("fork")
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        lock_of(folder, heartbeat_age=2 * STALE_SECONDS)
+        gate, results = context.Barrier(8), context.Queue()
+        processes = [context.Process(target=hold, args=(folder, gate, results)) for _ in range(8)]
+        for process in processes:
+            process.start()
+        assert sorted(results.get(timeout=20) for _ in processes) == ["held"] + ["refused"] * 7
+        for process in processes:
+            process.join()
+        assert list(folder.iterdir()) == []
