@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, InstantiationException
@@ -103,9 +104,7 @@ def refuse_unknown_choices(arguments: list[str]) -> None:
     sections = {name: list(node) for name, node in config.items() if isinstance(node, dict) and name != "hydra"}
     keys = [*config, *GROUPS]
     keys.remove("defaults")
-    for argument in arguments:
-        if argument.startswith("-"):
-            continue
+    for argument in get_args_parser().parse_args(arguments).overrides:  # not the `job` of `--cfg job`
         try:
             override = OverridesParser.create().parse_override(argument)
         except HydraException as error:
