@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
@@ -46,7 +47,7 @@ def become_ordinary(setup):
         raise OSError(ctypes.get_errno(), refusal)
     for number, (descriptor, bind) in enumerate(zip(opened, setup["binds"], strict=True)):
         target = f"/tmp/{number}"
-        if os.path.isdir(bind[0]):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # the path itself may lie under the /tmp that is gone
             os.mkdir(target)
         else:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
