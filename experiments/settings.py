@@ -81,7 +81,13 @@ DERIVED = {
     "save_strategy": "checkpoint_every",
     "eval_steps": "evaluation.every",
     "eval_strategy": "evaluation.every",
+    "eval_on_start": "nothing: every run is evaluated before its first step",
+    "per_device_eval_batch_size": "model.rollouts_per_forward",
+    "shuffle_dataset": "nothing: the order of the prompts follows from seed and epoch",
+    "data_seed": "seed",
     "logging_steps": "nothing: every step is recorded",
+    "logging_strategy": "nothing: every step is recorded",
+    "sync_ref_model": "nothing: a moving reference model is not in the checkpoints, so no run could be resumed",
 }
 
 

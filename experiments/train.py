@@ -241,6 +241,7 @@ def trainer_config(cfg: DictConfig, task, directory: RunDirectory) -> OTBConfig:
         "max_tool_calling_iterations": None if task.environment is None else task.max_turns - 1,
         "bf16": cfg.model.dtype == "bfloat16",
         "fp16": False,
+        "logging_strategy": "steps",
         "logging_steps": 1,
         "save_strategy": "no",
         "eval_strategy": "no",

@@ -117,8 +117,9 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"{'case':<22}{'formula, float64':>18}{'trainer, float32':>18}   largest error; the trainer's over the spread"
     )
-    agrees = True
-    for case in load_cases(path):
+    cases = list(load_cases(path))
+    agrees = bool(cases)  # a file without cases shows nothing
+    for case in cases:
         formula = float((literal_advantages(case) - case.advantages).abs().max())
         returns = returns_to_go(case.rewards, case.response_mask)[case.response_mask]
         spread = float(returns.max() - returns.min()) or 1.0

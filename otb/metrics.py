@@ -11,14 +11,18 @@ from otb.baselines import Baseline
 from otb.rollouts import RolloutGroups
 
 
-def reward_metrics(rollouts: RolloutGroups) -> dict[str, float]:
-    """Rewards and lengths of a step; no reward metric where no rollout was scored."""
-    lengths = rollouts.lengths.float()
-    metrics = {
-        "own_tokens": int(lengths.sum()),
-        "response_length_mean": lengths.mean().item(),
-        "response_length_max": int(lengths.max()),
+def length_metrics(own_tokens: Tensor) -> dict[str, float]:
+    """own_tokens (B,) int: tokens that the policy sampled, of rollouts that the loss masks too."""
+    return {
+        "own_tokens": int(own_tokens.sum()),
+        "response_length_mean": own_tokens.float().mean().item(),
+        "response_length_max": int(own_tokens.max()),
     }
+
+
+def reward_metrics(rollouts: RolloutGroups) -> dict[str, float]:
+    """Rewards of a step; nothing but `unscored` where no rollout was scored."""
+    metrics = {}
     if rollouts.scored.any():
         rewards = rollouts.rewards[rollouts.scored]
         lowest = rollouts.rewards.masked_fill(~rollouts.scored, float("inf")).amin(1)
@@ -53,12 +57,14 @@ def advantage_metrics(rollouts: RolloutGroups, baseline: Baseline | Tensor, adva
 
 
 def energy_metrics(rollouts: RolloutGroups, advantages: Tensor) -> dict[str, float]:
-    """Realized energy per rollout and the token-diagonal power sum_t w_t A_t^2, whatever the baseline.
+    """Realized energy per scored rollout and the token-diagonal power sum_t w_t A_t^2, whatever the baseline.
 
     verl averages a token-level advantage to one scalar per rollout first; that is not the power of these advantages.
     """
-    energy = rollouts.energy[..., -1]  # (P, G)
-    power = (rollouts.score_norms * advantages.square()).sum(-1)  # (P, G)
+    if not rollouts.scored.any():
+        return {}
+    energy = rollouts.score_norms.sum(-1)[rollouts.scored]
+    power = (rollouts.score_norms * advantages.square()).sum(-1)[rollouts.scored]
     return {
         "energy_mean": energy.mean().item(),
         "energy_spread": energy.std(correction=0).item(),

@@ -32,7 +32,7 @@ class Metric(NamedTuple):
 # Names are written here once; what is not measured is absent from a row, never 0.
 METRICS = {
     "step": Metric("1", "optimizer steps done; one step consumes one batch of rollouts"),
-    "own_tokens": Metric("tokens", "tokens the policy sampled in this step"),
+    "own_tokens": Metric("tokens", "tokens the policy sampled in this step, those of masked rollouts too"),
     "tool_tokens": Metric("tokens", "tokens that tools put into the responses of this step"),
     "own_tokens_total": Metric("tokens", "own tokens since the start of the run; evaluations are not counted"),
     "tool_tokens_total": Metric("tokens", "tool tokens since the start of the run"),
@@ -61,9 +61,9 @@ METRICS = {
     "advantage_max": Metric("reward", "largest absolute advantage used"),
     "baseline_mean": Metric("reward", "mean of the baseline over own tokens"),
     "baseline_spread": Metric("reward", "standard deviation of the baseline over own tokens"),
-    "energy_mean": Metric("norm^2", "realized energy W_T = sum_t w_t per rollout, mean; w is the logit-gradient proxy"),
-    "energy_spread": Metric("norm^2", "realized energy per rollout, standard deviation"),
-    "total_power": Metric("reward^2 norm^2", "sum_t w_t A_t^2 per rollout, mean: token-diagonal power of the gradient"),
+    "energy_mean": Metric("norm^2", "realized energy W_T = sum_t w_t per scored rollout, mean; w: the proxy"),
+    "energy_spread": Metric("norm^2", "realized energy per scored rollout, standard deviation"),
+    "total_power": Metric("reward^2 norm^2", "sum_t w_t A_t^2 per scored rollout, mean: token-diagonal power"),
     "seconds_sampling": Metric("s", "time spent generating the rollouts of the step, tools included"),
     "seconds_scoring": Metric("s", "time spent in reward functions"),
     "seconds_advantages": Metric("s", "time spent on score norms, baseline and advantages, their own forward included"),
@@ -248,7 +248,7 @@ class RunDirectory:
         for file, rows in kept.items():
             if file.exists():  # rewritten even where no row goes: a crash may have cut its last line
                 write_rows(file, rows)
-        for sample in self.rollouts.glob("*.parquet"):
+        for sample in self.rollouts.glob("step-*.parquet"):  # failed-*.parquet is evidence and stays
             if sample_step(sample) > step:
                 sample.unlink()
         return len(discarded)

@@ -7,6 +7,7 @@ row, evaluation if due, checkpoint if due, so that everything up to a checkpoint
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 import resource
@@ -28,7 +29,7 @@ from otb.records import METRICS, RunDirectory, RunError, read_rows, sample_step,
 from otb.rollouts import RolloutGroups
 from otb.run_lock import RunLock
 from otb.tool_rollouts import ToolTrainer
-from otb.trainer import isolated_random_state
+from otb.trainer import GRPOTrainer, isolated_random_state, response_mask
 
 TRL_NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "entropy": "entropy", "kl": "kl"}
 TRL_NAMES |= {"learning_rate": "learning_rate", "completions/clipped_ratio": "truncated"}
@@ -213,7 +214,8 @@ class RunTrainer(ToolTrainer):
             row["unscored"] = unscored
         row = {name: value for name, value in row.items() if value is not None}
         if self.args.report_to:
-            super().log({f"eval_{name}": value for name, value in row.items() if name != "step"})
+            # past GRPOTrainer.log, which would write its table of training completions once more
+            super(GRPOTrainer, self).log({f"eval_{name}": value for name, value in row.items() if name != "step"})
         self._append(self.directory.evaluations_file, row)
         self.on_evaluation(row)
         return row
@@ -227,7 +229,7 @@ class RunTrainer(ToolTrainer):
         rows = list(self.evaluation_dataset)
         prompts_per_batch = max(1, self.args.per_device_eval_batch_size // samples) * processes
         was_training, samples_before = self.model.training, self.num_generations_eval
-        logs_before = {name: self._logs[name].copy() for name in ("prompt", "completion", "advantages")}
+        logs_before = copy.deepcopy(self._logs)  # TRL's completions table is that of training
         self.model.eval()
         self.num_generations_eval = samples
         rewards, lengths = [], []
@@ -238,10 +240,8 @@ class RunTrainer(ToolTrainer):
                     padded = batch + [batch[0]] * (-len(batch) % processes)  # whole prompts for every process
                     share = len(padded) // processes
                     own = padded[rank * share : (rank + 1) * share]
-                    output = self._generate_and_score_completions([row for row in own for _ in range(samples)])
-                    mask = output["completion_mask"].bool()
-                    mask = mask & output["tool_mask"].bool() if "tool_mask" in output else mask
-                    counts = self.accelerator.gather(mask.sum(-1))
+                    self._generate_and_score_completions([row for row in own for _ in range(samples)])
+                    counts = self.accelerator.gather(self._sampled_tokens)[:, 0]
                     rewards.append(self._summed_rewards().view(-1, samples)[: len(batch)])
                     lengths.append(counts.view(-1, samples)[: len(batch)])
         finally:
@@ -249,15 +249,15 @@ class RunTrainer(ToolTrainer):
             self.model.train(was_training)
             self._metrics["eval"].clear()
             self._seconds.clear()
-            self._logs.update(logs_before)
+            self._logs = logs_before
         return torch.cat(rewards).cpu(), torch.cat(lengths).cpu()
 
     # ---- samples
 
     def _save_rollouts(self, name: str, groups: int | None) -> Path:
-        """Keeps prompts, responses, rewards, energies and advantages of this process's first `groups` groups.
+        """Keeps prompts, responses, rewards, energies and advantages of this process's rollouts.
 
-        groups: None for all of them, over all processes.
+        groups: of its first whole groups; None for every rollout it has, of groups that it shares with others too.
         """
         path = self.directory.rollouts / f"{name}.parquet"
         if self._last_rollouts is None:
@@ -276,9 +276,8 @@ class RunTrainer(ToolTrainer):
     def _rollout_rows(self, groups: int | None, step: int) -> Iterator[dict]:
         rollouts, output = self._last_rollouts["rollouts"], self._last_rollouts["output"]
         advantages, group_size = self._last_rollouts["advantages"].flatten(0, 1), rollouts.group_size
-        mask = output["completion_mask"].bool()
-        own = mask & output["tool_mask"].bool() if "tool_mask" in output else mask
-        count = len(own) if groups is None else min(groups * group_size, len(own))
+        mask, own = output["completion_mask"].bool(), response_mask(output)
+        count = len(own) if groups is None else min(groups, len(own) // group_size) * group_size
         norms = None if rollouts.score_norms is None else rollouts.score_norms.flatten(0, 1)
         first = self.accelerator.process_index * len(own)  # this process's rows among the gathered ones
         for i in range(count):
@@ -288,8 +287,8 @@ class RunTrainer(ToolTrainer):
             advantage = advantages[first + i]
             yield {
                 "step": step,
-                "prompt": i // group_size,
-                "rollout": i % group_size,
+                "prompt": (first + i) // group_size,
+                "rollout": (first + i) % group_size,
                 "prompt_text": self._tokenizer.decode(prompt),
                 "response_text": self._tokenizer.decode(tokens),
                 "tokens": [self._tokenizer.decode(token) for token in tokens],

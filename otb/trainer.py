@@ -23,8 +23,8 @@ from trl.trainer.utils import add_fused_lm_head
 from otb import baselines
 from otb.advantages import advantages as advantages_of
 from otb.baselines.otb import otb
-from otb.metrics import advantage_metrics, energy_metrics, reward_metrics
-from otb.options import refuse_options
+from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
+from otb.options import refuse_generation, refuse_options
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.score_norms import logit_gradient_proxy
 
@@ -84,8 +84,11 @@ class OTBTrainer(GRPOTrainer):
         self._scoring = False  # inside a training batch whose no-grad passes should return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
         self._rewards_per_function: Tensor | None = None
+        self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         self._seconds: dict[str, float] = {}
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if self._needs_score_norms and not self.use_vllm:
+            refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
 
     # ---- rollouts -> advantages
 
@@ -104,10 +107,7 @@ class OTBTrainer(GRPOTrainer):
 
     def _replace_advantages(self, output: dict) -> None:
         """Puts the baseline's advantages, (B,) or (B, C), in the place of TRL's group-mean ones (B,)."""
-        response_mask = output["completion_mask"].bool()  # (B, C)
-        if "tool_mask" in output:
-            response_mask &= output["tool_mask"].bool()
-        own = OwnTokens(response_mask)
+        own = OwnTokens(response_mask(output))
         rollouts = self._gathered_groups(own, self._score_norms(output) if self._needs_score_norms else None)
         baseline = self.baseline(rollouts)
         advantages = advantages_of(rollouts, baseline)  # (P, G, T) or (P, G, 1)
@@ -115,6 +115,11 @@ class OTBTrainer(GRPOTrainer):
         local = slice(self.accelerator.process_index * len(own.mask), None)
         packed = advantages.flatten(0, 1)[local][: len(own.mask)]  # (B, T or 1): groups may span processes
         per_rollout = advantages.shape[-1] == 1
+        if not per_rollout and not baselines.is_per_token(self.baseline):
+            raise ValueError(
+                f"Baseline {baselines.name_of(self.baseline)} gave one value per token without saying so, and options "
+                "that need one per rollout were not refused. Declare it: @declare(per_token=True)."
+            )
         output["advantages"] = packed[:, 0] if per_rollout else own.unpack(packed[:, : own.width])
         self._log_rollouts(rollouts, baseline, advantages, output)
 
@@ -143,6 +148,11 @@ class OTBTrainer(GRPOTrainer):
     def _generate(self, prompts):
         started = time.perf_counter()
         generated = super()._generate(prompts)
+        _, completion_ids, tool_mask, *_ = generated
+        lengths = [len(ids) for ids in completion_ids]
+        own = lengths if tool_mask is None else [sum(mask) for mask in tool_mask]
+        # Counted here: TRL masks truncated rollouts later, and tokens that were sampled were paid for.
+        self._sampled_tokens = torch.tensor([own, lengths], device=self.accelerator.device).T.contiguous()
         self._add_seconds("sampling", started)
         return generated
 
@@ -178,7 +188,7 @@ class OTBTrainer(GRPOTrainer):
         log_probs = torch.zeros(output["completion_ids"].shape, device=ids.device)
         log_sum_sq_probs = torch.zeros_like(log_probs)
         checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), checkpointing_off:
+        with torch.no_grad(), checkpointing_off, without_dropout(self.model):
             for rows in lengths.argsort().split(rows_per_chunk):
                 width = max(1, int(lengths[rows[-1]]))
                 chunk = slice(prompt_width + width)
@@ -232,12 +242,15 @@ class OTBTrainer(GRPOTrainer):
     # ---- what is logged
 
     def _log_rollouts(self, rollouts, baseline, advantages: Tensor, output: dict) -> None:
-        metrics = reward_metrics(rollouts) | advantage_metrics(rollouts, baseline, advantages)
+        own_tokens, all_tokens = self.accelerator.gather(self._sampled_tokens).T
+        metrics = length_metrics(own_tokens) | reward_metrics(rollouts)
+        metrics |= advantage_metrics(rollouts, baseline, advantages)
         if self._needs_score_norms:
             metrics |= energy_metrics(rollouts, advantages)
         if "tool_mask" in output:
-            tool_tokens = (output["completion_mask"].bool() & ~output["tool_mask"].bool()).sum()
-            metrics["tool_tokens"] = int(self.accelerator.gather(tool_tokens).sum())
+            metrics["tool_tokens"] = int((all_tokens - own_tokens).sum())
+        if len(self.reward_funcs) > 1 or self.reward_weights[0] != 1:
+            metrics.pop("accuracy", None)  # a weighted sum is no grade
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         # TRL's completions table would show the advantages of its own baseline: show the mean of those in use.
@@ -254,6 +267,23 @@ class OTBTrainer(GRPOTrainer):
     def evaluate(self, *args, **kwargs):
         with isolated_random_state():
             return super().evaluate(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode inside: a measurement draws nothing from the random state that training goes on with."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def response_mask(output: dict) -> Tensor:
+    """(B, C) bool, True = own token that counts; `output` is what TRL hands from scoring to the loss."""
+    mask = output["completion_mask"].bool()
+    return mask & output["tool_mask"].bool() if "tool_mask" in output else mask
 
 
 @contextmanager

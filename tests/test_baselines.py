@@ -14,6 +14,7 @@ from otb.baselines.opo import opo
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.baselines.sequence_energy import sequence_energy
+from otb.metrics import advantage_metrics, energy_metrics
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 
@@ -192,6 +193,23 @@ def test_rollout_without_own_tokens_and_an_unscored_group_give_finite_advantages
     result = advantages(odd, baseline(odd))
     assert result.isfinite().all()
     assert result[0].eq(0).all()
+
+
+@pytest.mark.parametrize("baseline", ALL, ids=label)
+def test_a_step_without_any_own_token_gives_advantages_and_metrics(baseline):
+    """Every rollout of a step may be truncated and masked: T is 0 then."""
+    rollouts = RolloutGroups(torch.tensor([[1.0, 0.0]]), torch.tensor([[0, 0]]), torch.zeros(1, 2, 0))
+    result = advantages(rollouts, baseline(rollouts))
+    assert result.isfinite().all()
+    assert energy_metrics(rollouts, result)["energy_mean"] == 0
+    assert advantage_metrics(rollouts, baseline(rollouts), result) == {}
+
+
+def test_energy_metrics_are_those_of_the_scored_rollouts():
+    # the second rollout is unscored: power 0.5^2 x 2 and energy 2 of the first alone
+    rollouts = groups([[1.0, NAN]], norms=[[[1.0, 1.0], [2.0]]])
+    metrics = energy_metrics(rollouts, torch.tensor([[[0.5, 0.5], [0.0, 0.0]]]))
+    assert metrics == {"energy_mean": 2.0, "energy_spread": 0.0, "total_power": 0.5}
 
 
 @pytest.mark.parametrize("baseline", [sequence_energy, otb, otb_own, otb_carry], ids=label)

@@ -48,15 +48,8 @@ def test_every_reference_case_agrees_in_both_forms(shared, capsys):
     assert conformance.main([str(shared / "vectors" / "otb_reference.npz")]) == 0
 
 
-def test_vectorised_form_agrees_in_float64_wherever_the_smallest_return_of_a_group_is_zero(shared):
-    """Returns are counted from the smallest of the group: where that is 0, it is the reference's formula."""
-    compared = 0
+def test_vectorised_form_in_float64_differs_by_no_more_than_eps_and_cancellation_explain(shared):
+    """Where W is of the order of eps = 1e-8, the literal w = 1 - 2 pi + sum pi^2 has lost its last eight digits."""
     for case in conformance.load_cases(shared / "vectors" / "otb_reference.npz"):
         result = conformance.trainer_advantages(case, dtype=torch.float64)
-        returns = conformance.returns_to_go(case.rewards, case.response_mask)
-        for group in case.group.unique():
-            rows = case.group == group
-            if case.rewards[rows].min() >= 0 and returns[rows][:, 0].min() == 0 and returns[rows].unique().numel() <= 2:
-                torch.testing.assert_close(result[rows], case.advantages[rows], atol=1e-10, rtol=0)
-                compared += 1
-    assert compared >= 15
+        torch.testing.assert_close(result, case.advantages, atol=1e-7, rtol=0)

@@ -97,6 +97,7 @@ def test_rows_past_the_checkpoint_are_moved_to_discarded(directory):
         {"file": "evaluations.jsonl", "step": 4, "accuracy": 0.5},
     ]
     assert sorted(path.name for path in directory.rollouts.iterdir()) == [
+        "failed-00000003-rank1.parquet",  # evidence of what stopped a run stays
         "step-00000000.parquet",
         "step-00000002.parquet",
     ]

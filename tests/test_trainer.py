@@ -177,6 +177,10 @@ def test_isolated_random_state_restores_every_generator():
         (otb, dict(min_p=0.1), "min_p=0.1"),
         (otb, dict(repetition_penalty=1.2), "repetition_penalty=1.2"),
         (otb, dict(generation_kwargs={"top_p": 0.5}), "top_p=0.5"),
+        (otb, dict(generation_kwargs={"typical_p": 0.2}), "typical_p=0.2"),
+        (otb, dict(generation_kwargs={"num_beams": 2}), "num_beams=2"),
+        (otb, dict(generation_kwargs={"temperature": 0.1}), "behind the trainer's back"),
+        (otb, dict(generation_kwargs={"do_sample": False}), "behind the trainer's back"),
         (rloo, dict(top_p=0.9, log_energy=True), "top_p=0.9"),
         (otb, dict(loss_type="vespo"), "one per token"),
         (otb, dict(off_policy_mask_threshold=0.1), "one per token"),
@@ -187,6 +191,51 @@ def test_isolated_random_state_restores_every_generator():
 def test_options_that_make_no_sense_are_refused_before_the_model_loads(tmp_path, baseline, options, message):
     with pytest.raises(ValueError, match=message):
         OTBTrainer("no/such-model", byte_reward, config(tmp_path, **options), dataset(), baseline=baseline)
+
+
+def test_sampling_options_of_the_model_itself_are_refused(tmp_path, untrained, tokenizer):
+    untrained.generation_config.min_p = 0.5  # TRL passes None, which generate() fills from here
+    with pytest.raises(ValueError, match="min_p=0.5 in the model's generation_config.json"):
+        recorded(tmp_path, untrained, tokenizer)
+
+
+def test_per_token_baseline_that_does_not_say_so_is_refused(tmp_path, untrained, tokenizer):
+    def undeclared(rollouts):
+        return rollouts.rewards.new_zeros(len(rollouts.rewards), 1, 7)
+
+    untrained.generation_config.eos_token_id = tokenizer.eos_token_id  # rare in an untrained policy: all reach 7 tokens
+    with pytest.raises(ValueError, match="Declare it: @declare"):
+        recorded(tmp_path, untrained, tokenizer, baseline=undeclared, max_completion_length=7)
+
+
+@pytest.mark.parametrize("baseline", [otb, rloo])
+def test_truncated_rollouts_that_the_loss_masks_are_still_counted_as_tokens(tmp_path, untrained, tokenizer, baseline):
+    untrained.generation_config.eos_token_id = tokenizer.eos_token_id  # so that nearly all of 16 reach the limit of 3
+    options = dict(baseline=baseline, mask_truncated_completions=True, max_completion_length=3, max_steps=1)
+    row = recorded(tmp_path, untrained, tokenizer, **options).state.log_history[0]
+    assert row["own_tokens"] >= 44
+
+
+def test_energy_of_a_policy_with_dropout_is_measured_without_touching_the_training(tmp_path, untrained, tokenizer):
+    lora = LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.2)
+
+    def losses(**options):
+        twin = copy.deepcopy(untrained)
+        trainer = recorded(tmp_path, twin, tokenizer, baseline=grpo, peft_config=lora, max_steps=3, **options)
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    assert losses() == losses(log_energy=True)
+
+
+def test_accuracy_is_absent_where_the_reward_is_a_weighted_sum(tmp_path, untrained, tokenizer):
+    def half(completions, **columns):
+        return [0.5] * len(completions)
+
+    arguments = config(tmp_path, max_steps=1, reward_weights=[0.5, 0.25])
+    trainer = OTBTrainer(untrained, [byte_reward, half], arguments, dataset(), processing_class=tokenizer)
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert "accuracy" not in row and row["reward_mean"] > 0
 
 
 def test_config_refuses_scaling_outside_the_baseline(tmp_path):

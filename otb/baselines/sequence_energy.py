@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 @declare(needs={"score_norms"}, min_group_size=2)
 def sequence_energy(rollouts: RolloutGroups, eps: float = 1e-8) -> Tensor:
     """sum(R W_T) / sum(W_T) over the scored rollouts. rewards (P, G) -> baseline (P, 1, 1)."""
-    weights = rollouts.energy[..., -1:] * rollouts.scored.unsqueeze(-1)  # (P, G, 1)
+    weights = rollouts.score_norms.sum(-1, keepdim=True) * rollouts.scored.unsqueeze(-1)  # (P, G, 1)
     return weighted_mean(rollouts, weights, eps)
