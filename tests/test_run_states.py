@@ -237,7 +237,7 @@ def test_an_infinite_loss_stops_with_its_step_and_rollouts_before_the_weights_ch
     assert checkpoint.read_bytes() == before
     code, printed = commands.run(given, log)  # the cause mended, the same command goes on
     assert code == 0 and "resuming at step 4" in printed
-    assert not (run / "rollouts" / "failed-00000005.parquet").exists()
+    assert (run / "rollouts" / "failed-00000005.parquet").exists()  # evidence stays
 
 
 def test_the_last_checkpoint_loads_like_any_model(four_steps):
