@@ -111,7 +111,9 @@ class OwnTokens:
         t = torch.arange(self.width, device=response_mask.device, dtype=torch.int32)
         self._own = t < self.lengths.unsqueeze(-1)  # (B, T)
         # Without gaps the packed layout is a prefix of the padded one and nothing has to move.
-        self._unbroken = bool((response_mask[:, : self.width] == self._own).all())
+        within = response_mask[:, : self.width].contiguous()
+        # As bytes: comparing bools is ten times slower on a CPU.
+        self._unbroken = not (within.view(torch.uint8) ^ self._own.view(torch.uint8)).any()
 
     def pack(self, values: Tensor) -> Tensor:
         """(B, C) -> (B, T): the own tokens' values, first own token first, 0 after the last."""
