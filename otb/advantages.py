@@ -9,11 +9,6 @@ from otb.baselines import Baseline
 from otb.rollouts import RolloutGroups
 
 
-def returns_to_go(rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """G_t = sum of the own tokens' rewards from t on. rewards, response_mask (B, C) -> (B, C)."""
-    return (rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
-
-
 def advantages(rollouts: RolloutGroups, baseline: Baseline | Tensor) -> Tensor:
     """Advantage per own token.
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otb.advantages import advantages, returns_to_go
+from otb.advantages import advantages
 from otb.baselines.otb import otb
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.score_norms import logit_gradient_proxy
@@ -61,6 +61,11 @@ def load_cases(path: str) -> Iterator[Case]:
                 own_token_aligned=meta["multi_turn"],
                 tail="zero" if meta["zero_tail"] else "own",
             )
+
+
+def returns_to_go(rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """G_t = sum of the own tokens' rewards from t on. rewards, response_mask (B, C) -> (B, C)."""
+    return (rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
 
 
 def literal_advantages(case: Case, eps: float = 1e-8) -> Tensor:
