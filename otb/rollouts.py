@@ -7,7 +7,7 @@ sampled and one estimator serves single-turn and tool-integrated rollouts alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -24,6 +24,12 @@ class RolloutGroups:
         score_norms: (P, G, T) float >= 0 or None: squared score norm w of each own token, already multiplied by
             rho^2 under importance sampling; 0 at t >= lengths, as `OwnTokens.pack` leaves it.
         token_returns: (P, G, T) float or None: reward to go per own token; None = the terminal reward everywhere.
+        sequence_norms: (P, G) float >= 0 or None: exact squared norm of the rollout's score, ||sum_t s_t||^2, over all
+            trainable parameters; with rho_t s_t in the place of s_t under importance sampling.
+        prefix_norms: (P, G, T) float >= 0 or None: exact ||sum_{j<=t} s_j||^2; like `energy` it keeps its last value
+            after the last own token.
+        reduced: tensors (P, G, ...): what the baseline's `reduce` kept of each rollout's hidden states.
+        totals: what it summed over all rollouts of all processes, any shape.
 
     Raises:
         ValueError: a shape does not fit.
@@ -33,6 +39,10 @@ class RolloutGroups:
     lengths: Tensor
     score_norms: Tensor | None = None
     token_returns: Tensor | None = None
+    sequence_norms: Tensor | None = None
+    prefix_norms: Tensor | None = None
+    reduced: dict[str, Tensor] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.rewards.dim() != 2 or self.lengths.shape != self.rewards.shape:
@@ -40,23 +50,32 @@ class RolloutGroups:
                 f"rewards {tuple(self.rewards.shape)} and lengths {tuple(self.lengths.shape)} must both be "
                 "(prompts, group_size)."
             )
-        for name in ("score_norms", "token_returns"):
+        for name in ("score_norms", "token_returns", "prefix_norms"):
             values = getattr(self, name)
             if values is not None and (values.dim() != 3 or values.shape[:2] != self.rewards.shape):
                 raise ValueError(
                     f"{name} has shape {tuple(values.shape)}; it must be (prompts, group_size, own tokens) with "
                     f"(prompts, group_size) = {tuple(self.rewards.shape)}."
                 )
+        per_rollout = {"sequence_norms": self.sequence_norms} if self.sequence_norms is not None else {}
+        for name, values in (per_rollout | self.reduced).items():
+            if values.shape[:2] != self.rewards.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(values.shape)}; it must begin with (prompts, group_size) = "
+                    f"{tuple(self.rewards.shape)}."
+                )
 
     @property
     def group_size(self) -> int:
         return self.rewards.shape[1]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """T, the width of the own-token axis; 1 where nothing per token was given."""
-        per_token = self.score_norms if self.score_norms is not None else self.token_returns
-        return 1 if per_token is None else per_token.shape[2]
+        for per_token in (self.score_norms, self.prefix_norms, self.token_returns):
+            if per_token is not None:
+                return per_token.shape[2]
+        return int(self.lengths.max()) if self.reduced and self.lengths.numel() else 1
 
     @cached_property
     def scored(self) -> Tensor:
@@ -97,6 +116,38 @@ class RolloutGroups:
         return self.score_norms.cumsum(-1)
 
 
+@dataclass(frozen=True)
+class TokenStates:
+    """What the policy's forward gave for every own token of some rollouts, packed; a baseline's `reduce` reads it.
+
+    Hidden states are too large to be kept for a whole batch: this is one micro-batch on its way through.
+
+    Args:
+        own: (B, T) bool: the rollout reaches its t-th own token.
+        hidden_states: (B, T, d) float, detached: the final hidden state, after the last norm, that predicts own token
+            t, which is what the LM head reads; 0 past the last own token.
+        log_probs: (B, T) float: log pi of the own token at the sampling temperature.
+        score_norms: (B, T) float >= 0 or None: w, times rho^2 under importance sampling; None where not declared.
+        scored: (B,) bool or None: False for a rollout without reward, which leaves every sum; None = all scored.
+    """
+
+    own: Tensor
+    hidden_states: Tensor
+    log_probs: Tensor
+    score_norms: Tensor | None = None
+    scored: Tensor | None = None
+
+    @cached_property
+    def alive(self) -> Tensor:
+        """(B, T) bool: own tokens of scored rollouts."""
+        return self.own if self.scored is None else self.own & self.scored.unsqueeze(-1)
+
+    @cached_property
+    def last(self) -> Tensor:
+        """(B, T) bool: the last own token of each rollout."""
+        return self.own & ~torch.nn.functional.pad(self.own, (0, 1))[:, 1:]
+
+
 class OwnTokens:
     """Moves per-token values between the padded layout of a batch and the packed own-token layout.
 
@@ -109,21 +160,23 @@ class OwnTokens:
         self.lengths = response_mask.view(torch.uint8).sum(-1, dtype=torch.int32)  # (B,); summing bools is 20x slower
         self.width = int(self.lengths.max()) if len(response_mask) else 0
         t = torch.arange(self.width, device=response_mask.device, dtype=torch.int32)
-        self._own = t < self.lengths.unsqueeze(-1)  # (B, T)
+        self.own = t < self.lengths.unsqueeze(-1)  # (B, T)
         # Without gaps the packed layout is a prefix of the padded one and nothing has to move.
         within = response_mask[:, : self.width].contiguous()
         # As bytes: comparing bools is ten times slower on a CPU.
-        self._unbroken = not (within.view(torch.uint8) ^ self._own.view(torch.uint8)).any()
+        self._unbroken = not (within.view(torch.uint8) ^ self.own.view(torch.uint8)).any()
 
     def pack(self, values: Tensor) -> Tensor:
-        """(B, C) -> (B, T): the own tokens' values, first own token first, 0 after the last."""
+        """(B, C) -> (B, T): the own tokens' values, first own token first, 0 after the last; (B, C, d) -> (B, T, d)."""
+        own, mask = (self.own, self.mask) if values.dim() == 2 else (self.own.unsqueeze(-1), self.mask.unsqueeze(-1))
         if self._unbroken:
-            return torch.where(self._own, values[:, : self.width], 0.0)
-        return values.new_zeros(self._own.shape).masked_scatter_(self._own, values.masked_select(self.mask))
+            return torch.where(own, values[:, : self.width], 0.0)
+        packed = values.new_zeros(self.own.shape + values.shape[2:])
+        return packed.masked_scatter_(own, values.masked_select(mask))
 
     def unpack(self, packed: Tensor) -> Tensor:
         """(B, T), 0 past the last own token -> (B, C): packed values back at their positions, 0 elsewhere."""
         if self._unbroken:
             padding = self.mask.shape[1] - self.width
             return torch.nn.functional.pad(packed, (0, padding)) if padding else packed
-        return packed.new_zeros(self.mask.shape).masked_scatter_(self.mask, packed.masked_select(self._own))
+        return packed.new_zeros(self.mask.shape).masked_scatter_(self.mask, packed.masked_select(self.own))
