@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from otb.baselines import declare
-from otb.baselines.weighted_mean import weighted_mean
+from otb.baselines.weighted_mean import token_weighted_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,16 +25,4 @@ def otb(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero",
         "own":   the formula as it stands: its own return, so the advantage is 0.
         "carry": finished rollouts keep their last W and R in the sums, so there is no lone tail.
     """
-    if tail not in ("zero", "own", "carry"):
-        raise ValueError(f"tail={tail!r} is not one of zero, own, carry.")
-    if tail == "carry" and rollouts.token_returns is not None:
-        raise ValueError(
-            "tail='carry' keeps a finished rollout's reward; it needs terminal rewards, not token_returns."
-        )
-    if rollouts.group_size == 1:
-        return rollouts.rewards.new_zeros(len(rollouts.rewards), 1, rollouts.tokens)
-    counted = rollouts.scored.unsqueeze(-1) if tail == "carry" else rollouts.alive
-    baseline = weighted_mean(rollouts, rollouts.energy.where(counted, 0.0), eps)
-    if tail == "zero":
-        baseline = baseline.masked_fill(rollouts.lone, 0)
-    return baseline
+    return token_weighted_mean(rollouts, rollouts.energy, tail, eps)

@@ -1,0 +1,30 @@
+"""OTB with exact norms: the squared norm of the prefix's score, over all trainable parameters, in the place of W_t.
+
+B_t = sum_i G_t^i E_t^i / sum_i E_t^i with E_t = ||sum_{j<=t} s_j||^2. Realized energy W_t adds squared norms of single
+tokens in logit space; E_t also has the cross terms between tokens and all that the network does behind the logits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from otb.baselines import declare
+from otb.baselines.weighted_mean import token_weighted_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from otb.rollouts import RolloutGroups
+
+
+@declare(needs={"prefix_norms"}, per_token=True)
+def otb_exact(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero", eps: float = 1e-8) -> Tensor:
+    """prefix_norms (P, G, T) -> baseline (P, 1, T). tail: as in `otb`. With one rollout a group: 0.
+
+    Biased like `otb`, and for the same reason: rollout i is in its own baseline with weight omega_t = E_t^i / sum_j
+    E_t^j, so A = (1 - omega_t) (R - mean of the others), and omega_t and A depend on the token that they multiply. The
+    bias vanishes as the group grows.
+    Cost: one forward per rollout and one backward per own token, so a small policy or LoRA, and short responses.
+    Choose it to learn what the proxy loses: it ranks tokens well and saturates where a few tokens carry the norm.
+    """
+    return token_weighted_mean(rollouts, rollouts.prefix_norms, tail, eps)

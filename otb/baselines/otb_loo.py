@@ -1,0 +1,42 @@
+"""OTB, leave-one-out: at token t, rewards of the other rollouts that reach it, weighted by their energy so far.
+
+B_t^i = sum_{j != i} W_t^j G_t^j / sum_{j != i} W_t^j over the others that have a t-th own token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from otb.baselines import declare
+from otb.baselines.weighted_mean import mean_of_others, refuse_token_returns, sum_of_others
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from otb.rollouts import RolloutGroups
+
+
+@declare(needs={"score_norms"}, min_group_size=2, per_token=True)
+def otb_loo(rollouts: RolloutGroups, tail: Literal["carry", "zero"] = "carry") -> Tensor:
+    """score_norms (P, G, T) -> baseline (P, G, T).
+
+    tail: what rollout i is compared with at a token that no other reaches.
+        "carry": the others as they ended, sum_{j != i} R^j W_T^j / sum_{j != i} W_T^j, as in `otb_carry_loo`.
+        "zero":  nothing, baseline 0: the leave-one-out twin of the reference's rule for `otb`.
+
+    Unbiased, with either tail. Whether j reaches t, W_t^j and R^j are functions of rollout j alone, and rollouts of a
+    prompt are independent. So B_t^i is independent of rollout i, and E[B_t^i s_t^i] = E[B_t^i] E[s_t^i] = 0 as
+    the score has mean 0. Which rule applies at t follows from the others' lengths, so that the tail changes nothing of
+    this. (An advantage of 0 in the tail would be biased: it drops late tokens with the probability that the others are
+    done, whatever their reward.)
+    Cost: that of `otb`. Choose it to see what is left of `otb` without self-inclusion, which damps every advantage.
+    """
+    if tail not in ("carry", "zero"):
+        raise ValueError(f"tail={tail!r} is not one of carry, zero.")
+    plain = mean_of_others(rollouts)  # where the others weigh nothing at all
+    if tail == "carry":
+        refuse_token_returns(rollouts, "tail='carry'")
+        beyond = mean_of_others(rollouts, rollouts.energy.where(rollouts.scored.unsqueeze(-1), 0.0), plain)
+    else:
+        beyond = plain.where(sum_of_others(rollouts.alive.int()) > 0, 0.0)
+    return mean_of_others(rollouts, rollouts.energy.where(rollouts.alive, 0.0), beyond)

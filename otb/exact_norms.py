@@ -1,0 +1,103 @@
+"""Exact squared score norms over all trainable parameters, by backward passes: the yardstick of the proxy.
+
+`scores` gives weighted sums of the tokens' scores s_t = d log pi_t / d parameters; norms of sequences and of prefixes
+are norms of such sums. Called by the trainer for baselines that declare sequence_norms or prefix_norms; small models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+MOST_PARAMETERS = 50_000_000
+NUMBERS_AT_ONCE = 32_000_000  # of the scores held together, 128 MB in float32
+
+
+def sequence_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float, weights=None) -> Tensor:
+    """||sum_t weights_t s_t||^2 per rollout, one backward each.
+
+    ids, attention_mask (B, L): prompts with responses, padded anywhere. own (B, L) bool, True = own token. weights
+    (B, L) float: of the tokens' scores, rho under importance sampling; None = 1 -> (B,) float32. What is trainable in
+    `model` counts, and it should be in evaluation mode. Raises ValueError for more than MOST_PARAMETERS of that.
+    """
+    parameters, norms = trainable(model), []
+    for row in range(len(ids)):
+        log_probs = own_log_probs(model, ids[row], attention_mask[row], own[row], temperature)
+        given = torch.ones_like(log_probs) if weights is None else weights[row][own[row]].to(log_probs)
+        norms.append(squared_norms(scores(log_probs, parameters, given.unsqueeze(0)))[0])
+    return torch.stack(norms)
+
+
+def prefix_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float, weights=None) -> Tensor:
+    """||sum_{j<=t} weights_j s_j||^2 for every own token t, one backward each.
+
+    Arguments as in `sequence_norms` -> (B, T), packed: own tokens first; the last value is kept after the last one.
+    """
+    parameters, own_tokens = trainable(model), own.sum(-1)
+    norms = torch.zeros(len(ids), int(own_tokens.max()) if len(ids) else 0, device=ids.device)
+    for row, length in enumerate(own_tokens.tolist()):
+        log_probs = own_log_probs(model, ids[row], attention_mask[row], own[row], temperature)
+        given = torch.ones_like(log_probs) if weights is None else weights[row][own[row]].to(log_probs)
+        prefixes = given.expand(length, length).tril()  # row t: the weights of the tokens up to t
+        done = 0
+        for some in in_chunks(prefixes, parameters):
+            norms[row, done : done + len(some)] = squared_norms(scores(log_probs, parameters, some))
+            done += len(some)
+        if length:
+            norms[row, length:] = norms[row, length - 1]
+    return norms
+
+
+def scores(log_probs: Tensor, parameters: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """sum_t weights_kt s_t for each k: a tensor (K, *shape) per parameter. log_probs (T,), weights (K, T).
+
+    Rows of ones give the sequence's score, the identity each token's, a lower triangle the prefixes'. The graph stays.
+    """
+    if len(weights) == 1:  # without the detour through vmap
+        found = torch.autograd.grad(log_probs, parameters, weights[0], retain_graph=True, materialize_grads=True)
+        return [gradient.unsqueeze(0) for gradient in found]
+    return list(
+        torch.autograd.grad(
+            log_probs, parameters, weights, is_grads_batched=True, retain_graph=True, materialize_grads=True
+        )
+    )
+
+
+def squared_norms(found: list[Tensor]) -> Tensor:
+    """Squared norms over all parameters. Tensors (K, ...) -> (K,) float32, summed in float64 where there is one."""
+    dtype = torch.float32 if found[0].device.type == "mps" else torch.float64
+    return sum(torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=dtype).square() for each in found).float()
+
+
+def own_log_probs(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float) -> Tensor:
+    """log pi of the own tokens of one rollout, with a graph. ids, attention_mask, own (L,) -> (T,) float32 at least."""
+    kept = attention_mask.bool()
+    ids, own = ids[kept], own[kept]
+    if not own.any():
+        return torch.zeros(0, device=ids.device, requires_grad=True)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels' backward cannot be batched
+        logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1][own[1:]]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return (logits / temperature).log_softmax(-1).gather(-1, ids[own].unsqueeze(-1)).squeeze(-1)
+
+
+def in_chunks(weights: Tensor, parameters: list[Tensor]) -> Iterator[Tensor]:
+    """Rows of `weights` in blocks whose scores take at most NUMBERS_AT_ONCE numbers."""
+    numbers = sum(parameter.numel() for parameter in parameters)
+    yield from weights.split(max(1, NUMBERS_AT_ONCE // numbers)) if len(weights) else ()
+
+
+def trainable(model) -> list[Tensor]:
+    """The parameters with requires_grad. Raises ValueError for too many, or none."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numbers = sum(parameter.numel() for parameter in parameters)
+    if not 0 < numbers <= MOST_PARAMETERS:
+        raise ValueError(
+            f"The policy has {numbers:,} trainable parameters; exact score norms are for 1 to {MOST_PARAMETERS:,}, as "
+            "they cost a backward pass per rollout or per own token. Use LoRA (model.lora.r=16), or the proxy: "
+            "baseline=sequence_energy for ob_exact, baseline=otb for otb_exact."
+        )
+    return parameters
