@@ -19,7 +19,12 @@ NO_SETTING = ("runs_dir", "overwrite", "steps", "checkpoint_every", "rollouts", 
 NO_SETTING += ("group_size", "seed", "baseline", "trainer.report_to", "trainer.run_name", "trainer.use_cpu")
 FACTS = ("run", "kind", "outcome", "error", "last_step", "version", "libraries", "commit", "device", "damaged_lines")
 MARKS = ("arm", "setting", "left_out", "marks")
-SHIPPED_ARGUMENTS = {"otb": {"tail": "zero"}}  # arguments of conf/baseline/NAME.yaml that the bare name stands for
+SHIPPED_ARGUMENTS = {  # arguments of conf/baseline/NAME.yaml that the bare name stands for
+    "otb": {"tail": "zero"},
+    "otb_exact": {"tail": "zero"},
+    "otb_loo": {"tail": "carry"},
+    "energy_probe": {"pseudo_rollouts": 100.0, "decay": 0.9, "group_correction": False},
+}
 
 
 def arm_name(run: dict) -> str:
@@ -29,7 +34,8 @@ def arm_name(run: dict) -> str:
     target = run.get("baseline._target_")
     if not isinstance(target, str):
         return "unknown"
-    name = target.rsplit(".", 1)[-1]
+    module, name = target.split(".")[-2:]
+    name = module if name[0].isupper() else name  # the class of a baseline that learns is named for its file
     given = {key.removeprefix("baseline."): value for key, value in run.items() if key.startswith("baseline.")}
     shipped = SHIPPED_ARGUMENTS.get(name, {})
     arguments = {

@@ -285,9 +285,17 @@ def _check_baseline(cfg: DictConfig) -> None:
         "loss_type": "dr_grpo",
         "generation_kwargs": None,
     }
-    needs_score_norms = cfg.log_energy or "score_norms" in baselines.needs_of(baseline)
+    if inspect.isclass(baseline) == bool(cfg.baseline.get("_partial_")):
+        what, fix = ("class", "false") if inspect.isclass(baseline) else ("function", "true")
+        raise RunError(
+            f"baseline._target_={cfg.baseline._target_} is a {what}; functions wait for their rollouts and classes are "
+            f"built at once. Use baseline._partial_={fix}."
+        )
+    if inspect.isclass(baseline):
+        build(cfg, "baseline")  # its constructor has a say
     try:
-        refuse_options(SimpleNamespace(**(options | dict(cfg.trainer))), baseline, needs_score_norms)
+        needs_scores = cfg.log_energy or baselines.needs_scores(baseline)
+        refuse_options(SimpleNamespace(**(options | dict(cfg.trainer))), baseline, needs_scores)
     except ValueError as error:
         raise RunError(str(error).replace("num_generations=", "group_size=")) from error
 

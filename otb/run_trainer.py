@@ -36,7 +36,7 @@ TRL_NAMES |= {"learning_rate": "learning_rate", "completions/clipped_ratio": "tr
 TRL_NAMES |= {f"grades/{outcome}": f"grade_{outcome}" for outcome in ("correct", "wrong", "unparsable")}
 TRL_NAMES |= {"grades/grader_timeout": "grade_timeout", "grades/grader_error": "grade_error"}
 TRACKER_STRIDE = 10_000  # more than a tracker is sent in one step
-RESUME_FILES = ("optimizer*", "scheduler*", "scaler*", "rng_state*")  # what only a resumed run reads
+RESUME_FILES = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "baseline.pt")  # what only a resumed run reads
 
 
 @dataclass(frozen=True)

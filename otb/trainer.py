@@ -2,11 +2,15 @@
 
 Three methods of GRPOTrainer are extended and none is copied. `_calculate_rewards` keeps the gathered rewards,
 `_get_per_token_logps_and_entropies` also takes log sum pi^2 on no-grad passes, `_generate_and_score_completions` calls
-TRL's and then replaces the advantages, before rows are shuffled and cut into micro-batches.
+TRL's and then replaces the advantages, before rows are shuffled and cut into micro-batches. Only what the baseline
+declares is computed; hidden states pass through its `reduce` micro-batch by micro-batch. The state of a baseline that
+learns goes with the optimizer's into every checkpoint.
 """
 
 from __future__ import annotations
 
+import copy
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,15 +24,17 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head
 
-from otb import baselines
+from otb import baselines, exact_norms
 from otb.advantages import advantages as advantages_of
 from otb.baselines.otb import otb
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
 from otb.options import refuse_generation, refuse_options
-from otb.rollouts import OwnTokens, RolloutGroups
+from otb.rollouts import OwnTokens, RolloutGroups, TokenStates
 from otb.score_norms import logit_gradient_proxy
 
 LENGTH_CHUNKS = 4  # of the own pass; more would save little padding and make its matrices small
+EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})
+BASELINE_STATE = "baseline.pt"  # in a checkpoint, of a baseline that learns over the steps
 
 
 class _SingleRollout(int):
@@ -66,7 +72,8 @@ class OTBTrainer(GRPOTrainer):
     """A drop-in for `trl.GRPOTrainer` whose advantages come from `baseline`.
 
     Args:
-        baseline: function or object of the contract in `otb.baselines`; the paper's token baseline by default.
+        baseline: function or object of the contract in `otb.baselines`; the paper's token baseline by default. One that
+            carries state is copied, so that no other trainer learns with it: `trainer.baseline` is the copy.
         Everything else as in `trl.GRPOTrainer`. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
 
     Raises:
@@ -77,25 +84,34 @@ class OTBTrainer(GRPOTrainer):
     _name = "OTB"
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, baseline: Callable = otb, **kwargs):
-        self.baseline = baseline
-        self._needs_score_norms = "score_norms" in baselines.needs_of(baseline) or getattr(args, "log_energy", False)
+        self.baseline = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
+        self._needs = baselines.needs_of(baseline)
+        self._needs_score_norms = "score_norms" in self._needs or getattr(args, "log_energy", False)
         if args is not None:
-            refuse_options(args, baseline, self._needs_score_norms)
+            refuse_options(args, baseline, self._needs_score_norms or baselines.needs_scores(baseline))
         self._scoring = False  # inside a training batch whose no-grad passes should return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
         self._rewards_per_function: Tensor | None = None
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         self._seconds: dict[str, float] = {}
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        if self._needs_score_norms and not self.use_vllm:
+        if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
             refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
+        if self._needs & EXACT_NORMS:
+            exact_norms.trainable(self.model)  # too many parameters are refused before the first rollout
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError(
+                    f"{baselines.name_of(baseline)} needs exact norms, which need whole parameters on every process; "
+                    "FSDP and DeepSpeed shard them. Use plain data parallelism, or a baseline with the proxy."
+                )
 
     # ---- rollouts -> advantages
 
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        self._scoring = self._needs_score_norms
+        # TRL's own pass knows neither tool tokens nor rewards, which `reduce` needs: hidden states take an own pass
+        self._scoring = self._needs_score_norms and "hidden_states" not in self._needs
         try:
             output = super()._generate_and_score_completions(inputs)
             started = time.perf_counter()
@@ -108,7 +124,7 @@ class OTBTrainer(GRPOTrainer):
     def _replace_advantages(self, output: dict) -> None:
         """Puts the baseline's advantages, (B,) or (B, C), in the place of TRL's group-mean ones (B,)."""
         own = OwnTokens(response_mask(output))
-        rollouts = self._gathered_groups(own, self._score_norms(output) if self._needs_score_norms else None)
+        rollouts = self._gathered_groups(own, **self._measured(output, own))
         baseline = self.baseline(rollouts)
         advantages = advantages_of(rollouts, baseline)  # (P, G, T) or (P, G, 1)
 
@@ -122,16 +138,27 @@ class OTBTrainer(GRPOTrainer):
             )
         output["advantages"] = packed[:, 0] if per_rollout else own.unpack(packed[:, : own.width])
         self._log_rollouts(rollouts, baseline, advantages, output)
+        if baselines.carries_state(self.baseline):
+            self.baseline.update(rollouts)
 
-    def _gathered_groups(self, own: OwnTokens, score_norms: Tensor | None) -> RolloutGroups:
-        """The prompt groups of all processes. score_norms (B, C) of this process."""
-        rewards = self._summed_rewards()
-        lengths = self.accelerator.gather(own.lengths)
-        if score_norms is not None:
-            packed = self.accelerator.pad_across_processes(own.pack(score_norms), dim=1)  # widths differ per process
-            score_norms = self.accelerator.gather(packed).unflatten(0, (-1, self.num_generations))
-        groups = (-1, self.num_generations)
-        return RolloutGroups(rewards.view(groups), lengths.view(groups), score_norms)
+    def _gathered_groups(self, own: OwnTokens, totals: dict, reduced: dict, **measured: Tensor) -> RolloutGroups:
+        """The prompt groups of all processes. Of this one: measured and reduced rows (B, ...), totals of any shape."""
+        return RolloutGroups(
+            rewards=self._in_groups(self._summed_rewards()),
+            lengths=self._in_groups(self.accelerator.gather(own.lengths)),
+            reduced={name: self._gathered(rows) for name, rows in reduced.items()},
+            totals={name: self.accelerator.reduce(total, reduction="sum") for name, total in totals.items()},
+            **{name: self._gathered(rows) for name, rows in measured.items()},
+        )
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """(B, ...) of each process -> (P, G, ...); a second dimension may differ between them and is padded with 0."""
+        if rows.dim() > 1:
+            rows = self.accelerator.pad_across_processes(rows, dim=1)
+        return self._in_groups(self.accelerator.gather(rows))
+
+    def _in_groups(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, self.num_generations))
 
     def _summed_rewards(self) -> Tensor:
         """(P * G,): weighted sum of the reward functions, of all processes; NaN where none could score the rollout."""
@@ -156,14 +183,35 @@ class OTBTrainer(GRPOTrainer):
         self._add_seconds("sampling", started)
         return generated
 
-    # ---- score norms
+    # ---- what the baseline needs
 
-    def _score_norms(self, output: dict) -> Tensor:
-        """(B, C): w of every position of the response, times rho^2 where TRL corrects for the sampler."""
-        log_probs, log_sum_sq_probs = self._probabilities(output)
-        w = logit_gradient_proxy(log_probs, log_sum_sq_probs)
-        rho = output.get("importance_sampling_ratio")  # (B, C) or (B, 1)
-        return w if rho is None else w * rho.square()
+    def _measured(self, output: dict, own: OwnTokens) -> dict:
+        """Of this process's rollouts: what the baseline's `reduce` gave, and the norms that it declares, packed."""
+        measured: dict = {"reduced": {}, "totals": {}}
+        if "hidden_states" in self._needs:
+            parts: list[tuple[Tensor, dict, dict]] = []
+            probabilities = self._own_pass(output, parts)
+            measured["reduced"] = joined_rows([(rows, kept) for rows, kept, _ in parts])
+            measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
+        elif self._needs_score_norms:
+            probabilities = self._probabilities(output)
+        if self._needs_score_norms:
+            measured["score_norms"] = own.pack(proxy(output, *probabilities))
+        for name in sorted(self._needs & EXACT_NORMS):
+            measured[name] = self._exact_norms(output, getattr(exact_norms, name))
+        return measured
+
+    def _exact_norms(self, output: dict, norms: Callable) -> Tensor:
+        """Exact norms of this process's rollouts, with rho times the score where TRL corrects for the sampler."""
+        own, ids, attention_mask = response_mask(output), *prompts_with_responses(output)
+        on_prompt = torch.zeros_like(output["prompt_mask"])
+        rho = output.get("importance_sampling_ratio")
+        if rho is not None:
+            rho = torch.cat([on_prompt.to(rho), rho.expand(own.shape)], dim=1)
+        model = self.accelerator.unwrap_model(self.model)
+        checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with checkpointing_off, without_dropout(model), self.accelerator.autocast():
+            return norms(model, ids, attention_mask, torch.cat([on_prompt.bool(), own], 1), self.temperature, rho)
 
     def _probabilities(self, output: dict) -> tuple[Tensor, Tensor]:
         """log pi and log sum pi^2 (B, C) of the policy that sampled, from TRL's own pass where it made one."""
@@ -175,28 +223,68 @@ class OTBTrainer(GRPOTrainer):
             raise ValueError("Images beside a baseline that needs score norms are not supported; use baseline=rloo.")
         return self._own_pass(output)
 
-    def _own_pass(self, output: dict) -> tuple[Tensor, Tensor]:
+    def _own_pass(self, output: dict, reduced: list | None = None) -> tuple[Tensor, Tensor]:
         """The extra forward, without gradient: rollouts of similar length together, each chunk as wide as its longest.
 
         A padded batch is mostly padding where lengths differ; sorting it takes a third off this pass and more.
+        reduced: receives (rows of the batch, kept, totals) of each chunk, by the baseline's `reduce`.
+        -> log pi and log sum pi^2 (B, C).
         """
-        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-        attention_mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        ids, attention_mask = prompts_with_responses(output)
         prompt_width = output["prompt_ids"].size(1)
         lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
         rows_per_chunk = min(self.args.per_device_train_batch_size, -(-len(ids) // LENGTH_CHUNKS))
         log_probs = torch.zeros(output["completion_ids"].shape, device=ids.device)
         log_sum_sq_probs = torch.zeros_like(log_probs)
         checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        self._scoring = True
         with torch.no_grad(), checkpointing_off, without_dropout(self.model):
             for rows in lengths.argsort().split(rows_per_chunk):
                 width = max(1, int(lengths[rows[-1]]))
                 chunk = slice(prompt_width + width)
-                self._get_per_token_logps_and_entropies(
-                    self.model, ids[rows, chunk], attention_mask[rows, chunk], width
-                )
-                log_probs[rows, :width], log_sum_sq_probs[rows, :width] = self._passes.pop()
+                with self._hidden_states(wanted=reduced is not None) as hidden_states:
+                    self._get_per_token_logps_and_entropies(
+                        self.model, ids[rows, chunk], attention_mask[rows, chunk], width
+                    )
+                log_probs[rows, :width], log_sum_sq_probs[rows, :width] = probabilities = self._passes.pop()
+                if reduced is not None:
+                    states = self._token_states(output, rows, hidden_states.pop()[:, -width - 1 : -1], *probabilities)
+                    reduced.append((rows, *self.baseline.reduce(states)))
         return log_probs, log_sum_sq_probs
+
+    def _token_states(self, output: dict, rows: Tensor, hidden_states: Tensor, log_probs, log_sum_sq_probs):
+        """TokenStates of some rows (b,). The others (b, width, ...): of the first `width` positions of the response."""
+        width = hidden_states.size(1)
+        own = OwnTokens(response_mask(output)[rows, :width])
+        of_these = {name: output[name][rows] for name in ("importance_sampling_ratio",) if name in output}
+        w = proxy(of_these, log_probs, log_sum_sq_probs) if self._needs_score_norms else None
+        first = self.accelerator.process_index * len(output["completion_ids"])
+        return TokenStates(
+            own=own.own,
+            hidden_states=own.pack(hidden_states.float()),
+            log_probs=own.pack(log_probs),
+            score_norms=None if w is None else own.pack(w),
+            scored=~self._summed_rewards()[first + rows].isnan(),
+        )
+
+    @contextmanager
+    def _hidden_states(self, wanted: bool) -> Iterator[list[Tensor]]:
+        """Collects the final hidden states (B, L, d) of each forward inside: what the backbone hands to the LM head."""
+        collected: list[Tensor] = []
+        if not wanted:
+            yield collected
+            return
+        backbone = self._causal_model().base_model
+        hook = backbone.register_forward_hook(lambda _, __, result: collected.append(result.last_hidden_state))
+        try:
+            yield collected
+        finally:
+            hook.remove()
+
+    def _causal_model(self) -> torch.nn.Module:
+        """The transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         def trl_pass():
@@ -217,8 +305,7 @@ class OTBTrainer(GRPOTrainer):
 
         The list collects it per chunk. A second head that stayed would cost more per step than this exchange.
         """
-        model = self.accelerator.unwrap_model(self.model)
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        model = self._causal_model()
         trl_forward, chunks = model.forward, []
         add_fused_lm_head(
             model,
@@ -262,6 +349,25 @@ class OTBTrainer(GRPOTrainer):
     def _add_seconds(self, part: str, started: float) -> None:
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - started
 
+    # ---- the baseline's state, in every checkpoint beside the optimizer's
+
+    def _save_optimizer_and_scheduler(self, output_dir) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if baselines.carries_state(self.baseline) and self.args.should_save:  # all processes hold the same
+            torch.save(self.baseline.state_dict(), os.path.join(output_dir, BASELINE_STATE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if not baselines.carries_state(self.baseline) or checkpoint is None:
+            return
+        file = os.path.join(checkpoint, BASELINE_STATE)
+        if not os.path.exists(file):
+            raise ValueError(
+                f"{checkpoint} has no {BASELINE_STATE}, and {baselines.name_of(self.baseline)} goes on from the state "
+                "of earlier steps. Resume from a checkpoint of a run with this baseline, or start anew."
+            )
+        self.baseline.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+
     # ---- evaluation leaves the training trajectory alone
 
     def evaluate(self, *args, **kwargs):
@@ -278,6 +384,35 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def prompts_with_responses(output: dict) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask (B, L), the prompt's in front."""
+    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+    return ids, torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+
+
+def proxy(output: dict, log_probs: Tensor, log_sum_sq_probs: Tensor) -> Tensor:
+    """(B, C): w of every position, times rho^2 where `output` has TRL's correction for the sampler."""
+    w = logit_gradient_proxy(log_probs, log_sum_sq_probs)
+    rho = output.get("importance_sampling_ratio")  # (B, C) or (B, 1)
+    return w if rho is None else w * rho[:, : w.size(1)].square()
+
+
+def joined_rows(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """(rows, name -> tensor (len(rows), ...)) of chunks -> name -> tensor (B, ...) in the order of the batch.
+
+    A second dimension that differs between chunks is padded with 0 to the widest.
+    """
+    order, joined = torch.cat([rows for rows, _ in parts]), {}
+    for name, first in parts[0][1].items():
+        chunks = [kept[name] for _, kept in parts]
+        if first.dim() > 1:
+            widest = max(chunk.size(1) for chunk in chunks)
+            behind = [0, 0] * (first.dim() - 2)
+            chunks = [torch.nn.functional.pad(chunk, (*behind, 0, widest - chunk.size(1))) for chunk in chunks]
+        joined[name] = torch.cat(chunks)[order.argsort()]
+    return joined
 
 
 def response_mask(output: dict) -> Tensor:

@@ -1,0 +1,112 @@
+"""Energy probe: a value of the prefix that minimises the token-diagonal variance, fitted on earlier steps only.
+
+V_t = clip(theta . [h_t; 1]) with theta the regularised, w-weighted ridge fit of `ridge_probe`. One small solve a step
+and no optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from otb.baselines import declare
+from otb.baselines.ridge_probe import RidgeProbe, features, ridge
+from otb.baselines.weighted_mean import sum_of_others
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from otb.rollouts import RolloutGroups, TokenStates
+
+STRENGTHS = (float("inf"), 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)  # k of the group correction; inf = none
+
+
+@declare(needs={"hidden_states", "score_norms"}, per_token=True)
+class EnergyProbe(RidgeProbe):
+    """B_t = V_t, or V_t (1 + a_-i) with `group_correction`. Works with one rollout a group.
+
+    pseudo_rollouts: strength of the ridge, in rollouts. decay: share of the earlier sums that a step keeps.
+    group_correction: prompts differ in ways that a linear probe does not see; the other rollouts of the group tell.
+        a_-i = sum_{j != i} U_j (R_j - U_j) / (sum_{j != i} U_j^2 + k mean U^2), with U_j an unweighted ridge on rollout
+        j's last state before its end: an empirical Bayes estimate of the share by which the group's rewards exceed
+        what was expected. Values and rewards are counted from the lowest reward seen. k is the strength of the grid
+        whose energy-weighted squared error was smallest on earlier steps, each predicted before it was fitted;
+        infinity is on the grid, so that the correction switches itself off where prompts do not differ.
+
+    Unbiased: V_t is a function of the prefix before token t and of earlier steps, a_-i of the other rollouts and of
+    earlier steps; given both, E[B_t s_t] = B_t E[s_t] = 0. The range that clips V_t is that of earlier steps' rewards.
+    Before the first update the baseline is the mean reward of the group's other rollouts (0 with N = 1), which is
+    unbiased too.
+    Cost: one no-grad forward a step (also where TRL makes one of its own), tokens x d^2 for the moments, one solve of
+    size d + 1. Choose it first of all that is unbiased: with small groups, with N = 1, with long responses.
+    """
+
+    def __init__(self, pseudo_rollouts: float = 100.0, decay: float = 0.9, group_correction: bool = False):
+        super().__init__(pseudo_rollouts, decay)
+        if not isinstance(group_correction, bool):
+            raise ValueError(f"group_correction={group_correction} must be true or false. Try group_correction=true.")
+        self.group_correction = group_correction
+
+    def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        rows, totals = super().reduce(tokens)
+        if self.group_correction:
+            phi = features(tokens)
+            rows["last_state"] = (tokens.last.to(phi).unsqueeze(1) @ phi).squeeze(1)  # (B, d + 1)
+        return rows, totals
+
+    def __call__(self, rollouts: RolloutGroups) -> Tensor:
+        """(P, G, T); (P, G, 1) before the first update."""
+        values = self.values(rollouts)
+        if not (self.group_correction and self.fitted):
+            return values
+        low, high = (self._kept(name, values) for name in ("low", "high"))
+        share = self._shares(rollouts, [float(self._state["strength"])])[0].unsqueeze(-1).to(values)
+        return (low + (values - low) * (1 + share)).clamp(low, high)
+
+    def update(self, rollouts: RolloutGroups) -> None:
+        if self.group_correction and rollouts.scored.any():
+            self._update_correction(rollouts)
+        super().update(rollouts)
+        if self.group_correction and self.fitted:
+            self._fit_correction()
+
+    # ---- the group correction
+
+    def _shares(self, rollouts: RolloutGroups, strengths: list[float]) -> Tensor:
+        """a_-i for each k. -> (len(strengths), P, G)."""
+        import torch
+
+        states = rollouts.reduced["last_state"]
+        low = self._kept("low", states)
+        counted = (rollouts.scored & (rollouts.lengths > 0)).to(states)
+        expected = (states @ self._kept("last_coefficients", states) - low) * counted  # U_j, (P, G)
+        excess = (rollouts.rewards.nan_to_num().to(states) - low) * counted - expected
+        above, below = sum_of_others(expected * excess), sum_of_others(expected.square())
+        k = torch.tensor(strengths, dtype=states.dtype, device=states.device).view(-1, 1, 1)
+        return above / (below + k * self._kept("mean_square", states))
+
+    def _update_correction(self, rollouts: RolloutGroups) -> None:
+        """Adds this step's squared errors per k, predicted by the state before it, and its last states."""
+        states = rollouts.reduced["last_state"]
+        if self.fitted:
+            w = (rollouts.score_norms * rollouts.alive).to(states)
+            low, rewards = self._kept("low", states), rollouts.rewards.nan_to_num().to(states)
+            share = self._shares(rollouts, list(STRENGTHS)).unsqueeze(-1)
+            values = low + (rollouts.reduced["values"].to(states) - low) * (1 + share)  # (K, P, G, T)
+            values = values.clamp(low, self._kept("high", states))
+            self._decay_and_add(losses=(w * (rewards.unsqueeze(-1) - values).square()).sum((1, 2, 3)))
+        counted = rollouts.scored & (rollouts.lengths > 0)
+        last = states[counted]
+        self._decay_and_add(
+            last_moments=last.mT @ last,
+            last_target=rollouts.rewards[counted].to(last) @ last,
+        )
+
+    def _fit_correction(self) -> None:
+        moments, target = self._state["last_moments"], self._state["last_target"]
+        fit = ridge(moments, target, moments[-1, -1], self.pseudo_rollouts)
+        above = fit.clone()
+        above[-1] -= self._kept("low", fit)
+        mean_square = (above @ moments @ above / moments[-1, -1]).clamp(min=1e-12)
+        self._state |= {"last_coefficients": fit, "mean_square": mean_square}
+        best = STRENGTHS[int(self._state["losses"].argmin())] if "losses" in self._state else STRENGTHS[0]
+        self._state["strength"] = mean_square.new_tensor(best)

@@ -1,0 +1,119 @@
+"""A linear value of the prefix, fitted online by energy-weighted ridge regression: what the probe baselines share.
+
+phi_t = [h_t; 1] with h_t the final hidden state that predicts own token t. For V_t = theta . phi_t the token-diagonal
+part of the gradient's variance is E[sum_t w_t (R - V_t)^2], so that theta is a weighted least squares fit, with
+theta <- argmin sum w_t (R - theta . phi_t)^2 + ridge. Nothing of a rollout but sum_t w_t phi_t is kept for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from otb.baselines.weighted_mean import mean_of_others
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from otb.rollouts import RolloutGroups, TokenStates
+
+
+class RidgeProbe:
+    """State and fit. All sums decay by `decay` a step; the ridge counts as `pseudo_rollouts` rollouts (see `ridge`)."""
+
+    def __init__(self, pseudo_rollouts: float = 100.0, decay: float = 0.9):
+        if not pseudo_rollouts > 0:
+            raise ValueError(
+                f"pseudo_rollouts={pseudo_rollouts} must be above 0: with fewer rollouts than dimensions there is no "
+                "other fit. Try pseudo_rollouts=100."
+            )
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay={decay} must be in [0, 1]: the share of the earlier sums kept. Try decay=0.9.")
+        self.pseudo_rollouts, self.decay = pseudo_rollouts, decay
+        self._state: dict[str, Tensor] = {}  # replaced, never changed in place
+
+    @property
+    def fitted(self) -> bool:
+        return "coefficients" in self._state
+
+    def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Rows: values (B, T) of the state so far, weighted_states (B, d + 1); totals: moments (d + 1, d + 1)."""
+        phi = features(tokens)
+        w = (tokens.score_norms * tokens.alive).to(phi.dtype).unsqueeze(-1)  # (B, T, 1)
+        values = self._predicted(phi) if self.fitted else tokens.score_norms.new_zeros(tokens.own.shape)
+        rows = {"values": values.to(tokens.score_norms.dtype), "weighted_states": (w.mT @ phi).squeeze(1)}
+        return rows, {"moments": (w * phi).flatten(0, 1).mT @ phi.flatten(0, 1)}
+
+    def values(self, rollouts: RolloutGroups) -> Tensor:
+        """(P, G, T) V_t by earlier steps. Before the first update (P, G, 1): the mean reward of the others."""
+        return rollouts.reduced["values"] if self.fitted else mean_of_others(rollouts)
+
+    def update(self, rollouts: RolloutGroups) -> None:
+        moments = rollouts.totals["moments"].to(sum_dtype(rollouts.rewards.device))
+        rewards = rollouts.rewards[rollouts.scored]
+        if not rewards.numel():
+            return
+        states = rollouts.reduced["weighted_states"][rollouts.scored].to(moments)
+        self._decay_and_add(
+            moments=moments,
+            target=rewards.to(moments) @ states,  # sum_i R_i sum_t w_t phi_t
+            rollouts=(rollouts.lengths[rollouts.scored] > 0).sum().to(moments),
+        )
+        for name, extreme, wider in (("low", rewards.amin(), min), ("high", rewards.amax(), max)):
+            self._state[name] = wider(self._state.get(name, extreme), extreme)
+        if self._state["moments"][-1, -1] > 0:
+            fit = ridge(*(self._state[name] for name in ("moments", "target", "rollouts")), self.pseudo_rollouts)
+            self._state["coefficients"] = fit
+
+    def _predicted(self, phi: Tensor) -> Tensor:
+        """theta . phi within the range of the rewards seen so far. (..., d + 1) -> (...)."""
+        return (phi @ self._kept("coefficients", phi)).clamp(self._kept("low", phi), self._kept("high", phi))
+
+    def _decay_and_add(self, **sums: Tensor) -> None:
+        for name, new in sums.items():
+            self._state[name] = self.decay * self._kept(name, new) + new if name in self._state else new
+
+    def _kept(self, name: str, like: Tensor) -> Tensor:
+        """A tensor of the state in the dtype and on the device of `like`; after a resume it comes from the CPU."""
+        return self._state[name].to(like)
+
+    def state_dict(self) -> dict:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict) -> None:
+        self._state = dict(state)
+
+
+def features(tokens: TokenStates) -> Tensor:
+    """phi (B, T, d + 1): hidden states with a 1 behind, all 0 past the last own token; float64 on a CPU."""
+    import torch
+
+    hidden = tokens.hidden_states
+    dtype = torch.float64 if hidden.device.type == "cpu" else torch.float32
+    return torch.cat([hidden, tokens.own.unsqueeze(-1).to(hidden)], dim=-1).to(dtype)
+
+
+def sum_dtype(device):
+    """Of sums over steps, and of what is solved with them."""
+    import torch
+
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def ridge(moments: Tensor, target: Tensor, rollouts: Tensor, pseudo_rollouts: float) -> Tensor:
+    """Coefficients (d + 1) of phi = [h; 1], from sum w phi phi^T (d + 1, d + 1), sum w R phi (d + 1) and their number.
+
+    With z = h standardised by its w-weighted mean and spread and a free intercept,
+    theta = (sum w z z^T + pseudo_rollouts (sum w / rollouts) I)^-1 sum w z (R - mean R): as if `pseudo_rollouts` more
+    rollouts of usual weight had said that each direction of z tells nothing. A direction without spread gets 0.
+    """
+    import torch
+
+    weight, mean = moments[-1, -1], moments[:-1, -1] / moments[-1, -1]
+    covariance = moments[:-1, :-1] / weight - torch.outer(mean, mean)
+    spread = covariance.diagonal().clamp(min=0).sqrt()
+    scale = torch.where(spread > 1e-6 * spread.amax(), 1 / spread, 0.0)
+    mean_reward = target[-1] / weight
+    correlation = covariance * torch.outer(scale, scale)
+    penalty = torch.eye(len(scale), dtype=scale.dtype, device=scale.device) * (pseudo_rollouts / rollouts)
+    slopes = torch.linalg.solve(correlation + penalty, (target[:-1] / weight - mean * mean_reward) * scale) * scale
+    return torch.cat([slopes, (mean_reward - slopes @ mean).unsqueeze(0)])
