@@ -18,6 +18,11 @@ LABELS = {
     "sequence_energy": "sequence energy",
     "otb": "OTB",
     "otb tail=carry": "OTB (carry)",
+    "otb_loo": "OTB (leave-one-out)",
+    "otb_carry_loo": "OTB (carry, leave-one-out)",
+    "otb_exact": "OTB (exact norms)",
+    "ob_exact": "optimal baseline (exact norms)",
+    "sequence_energy_loo": "sequence energy (leave-one-out)",
     "value": "value model",
 }
 

@@ -23,6 +23,8 @@ SHIPPED_ARGUMENTS = {  # arguments of conf/baseline/NAME.yaml that the bare name
     "otb": {"tail": "zero"},
     "otb_exact": {"tail": "zero"},
     "otb_loo": {"tail": "carry"},
+    "value": {"learning_rate": 1e-3, "epochs": 10},
+    "damped_probe": {"pseudo_rollouts": 100.0, "decay": 0.9},
     "energy_probe": {"pseudo_rollouts": 100.0, "decay": 0.9, "group_correction": False},
 }
 

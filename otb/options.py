@@ -31,7 +31,7 @@ def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool) -> No
     if group_size < (smallest := baselines.min_group_size_of(baseline)):
         raise ValueError(
             f"num_generations={group_size}: baseline {name} compares rollouts of one prompt and needs at least "
-            f"{smallest}. Raise it, or use a baseline that works with one rollout (none, otb)."
+            f"{smallest}. Raise it, or use a baseline that works with one rollout (none, otb, energy_probe)."
         )
     if args.multi_objective_aggregation != "sum_then_normalize":
         raise ValueError(

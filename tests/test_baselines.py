@@ -1,5 +1,6 @@
 """Every baseline on small literals, and the properties that all of them share."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,25 +8,45 @@ import torch
 
 from otb.advantages import advantages
 from otb.baselines import Baseline, declare, min_group_size_of, name_of, needs_of
+from otb.baselines.damped_probe import DampedProbe
+from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.group_mean import group_mean
 from otb.baselines.grpo import grpo
 from otb.baselines.none import none
+from otb.baselines.ob_exact import ob_exact
 from otb.baselines.opo import opo
 from otb.baselines.otb import otb
+from otb.baselines.otb_carry_loo import otb_carry_loo
+from otb.baselines.otb_exact import otb_exact
+from otb.baselines.otb_loo import otb_loo
 from otb.baselines.rloo import rloo
 from otb.baselines.sequence_energy import sequence_energy
+from otb.baselines.sequence_energy_loo import sequence_energy_loo
+from otb.baselines.value import Value
 from otb.metrics import advantage_metrics, energy_metrics
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
+from tests.groups import learned, random_groups, seen_by, taken
 
 NAN = float("nan")
 otb_own, otb_carry = partial(otb, tail="own"), partial(otb, tail="carry")
-ALL = [none, group_mean, grpo, rloo, opo, sequence_energy, otb, otb_own, otb_carry]
-CENTRED = [group_mean, grpo, rloo, opo, sequence_energy, otb_own, otb_carry]  # otb has no baseline in a lone tail
+otb_exact_own, otb_loo_zero = partial(otb_exact, tail="own"), partial(otb_loo, tail="zero")
+LEAVE_ONE_OUT = [rloo, otb_loo, otb_loo_zero, otb_carry_loo, sequence_energy_loo]
+LEARNED = [
+    learned(EnergyProbe()),
+    learned(EnergyProbe(group_correction=True)),
+    learned(DampedProbe()),
+    learned(Value()),
+]
+# otb has no baseline in a lone tail; what is learned knows no single prompt
+CENTRED = [group_mean, grpo, rloo, opo, sequence_energy, otb_own, otb_carry, ob_exact, otb_exact_own]
+CENTRED += [otb_loo, otb_carry_loo, sequence_energy_loo, EnergyProbe(), DampedProbe()]
+ALL = [none, group_mean, grpo, *LEAVE_ONE_OUT, opo, sequence_energy, otb, otb_own, otb_carry, ob_exact, otb_exact]
+ALL += [otb_exact_own, EnergyProbe(), DampedProbe(), Value(), *LEARNED]
 
 
 def label(baseline):
-    return name_of(baseline) + "_" + "_".join(getattr(baseline, "keywords", {}).values())
+    return "_".join([name_of(baseline), *getattr(baseline, "keywords", {}).values()])
 
 
 def groups(rewards, lengths=None, norms=None) -> RolloutGroups:
@@ -38,12 +59,11 @@ def groups(rewards, lengths=None, norms=None) -> RolloutGroups:
     return RolloutGroups(rewards, torch.tensor(lengths), norms)
 
 
-def random_groups(seed=0, prompts=5, group_size=6, tokens=9) -> RolloutGroups:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, tokens + 1, (prompts, group_size), generator=generator)
-    norms = torch.rand(prompts, group_size, tokens, generator=generator) * 2
-    norms = norms * (torch.arange(tokens) < lengths.unsqueeze(-1))
-    return RolloutGroups(torch.rand(prompts, group_size, generator=generator), lengths, norms)
+def used(baseline, rollouts: RolloutGroups) -> torch.Tensor:
+    """The advantages (P, G, T), after the baseline has seen the hidden states where it wants to."""
+    seen = seen_by(baseline, rollouts)
+    result = advantages(seen, baseline(seen))
+    return torch.where(seen.alive, result, 0.0)
 
 
 def assert_baseline(value, expected):
@@ -147,17 +167,15 @@ def test_importance_weights_enter_the_energy_before_the_sum():
 @pytest.mark.parametrize("baseline", ALL, ids=label)
 def test_baseline_is_broadcastable_and_reordering_a_group_reorders_the_result(baseline):
     rollouts, order = random_groups(), torch.tensor([3, 0, 5, 1, 4, 2])
-    shuffled = RolloutGroups(rollouts.rewards[:, order], rollouts.lengths[:, order], rollouts.score_norms[:, order])
-    expected = advantages(rollouts, baseline(rollouts))[:, order]
-    torch.testing.assert_close(advantages(shuffled, baseline(shuffled)), expected)
+    expected = used(baseline, rollouts)[:, order]
+    torch.testing.assert_close(used(baseline, taken(rollouts, order)), expected)
 
 
 @pytest.mark.parametrize("baseline", CENTRED, ids=label)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -2.7])
 def test_equal_rewards_give_zero_advantage(baseline, reward):
     rollouts = random_groups()
-    equal = RolloutGroups(torch.full_like(rollouts.rewards, reward), rollouts.lengths, rollouts.score_norms)
-    result = advantages(equal, baseline(equal))
+    result = used(baseline, replace(rollouts, rewards=torch.full_like(rollouts.rewards, reward)))
     assert result.abs().max() < (1e-2 if baseline is grpo else 1e-6)  # grpo divides rounding errors by 1e-4
 
 
@@ -174,23 +192,20 @@ def test_unscored_rollout_leaves_the_others_as_if_it_were_not_there_and_has_no_a
     rollouts = random_groups()
     rewards = rollouts.rewards.clone()
     rewards[:, 2] = NAN
-    with_unscored = RolloutGroups(rewards, rollouts.lengths, rollouts.score_norms)
-    keep = torch.tensor([0, 1, 3, 4, 5])
-    without = RolloutGroups(rewards[:, keep], rollouts.lengths[:, keep], rollouts.score_norms[:, keep])
-    result = advantages(with_unscored, baseline(with_unscored))
+    with_unscored, keep = replace(rollouts, rewards=rewards), torch.tensor([0, 1, 3, 4, 5])
+    result = used(baseline, with_unscored)
     assert result[:, 2].eq(0).all()
-    torch.testing.assert_close(result[:, keep], advantages(without, baseline(without)))
+    torch.testing.assert_close(result[:, keep], used(baseline, taken(with_unscored, keep)))
 
 
 @pytest.mark.parametrize("baseline", ALL, ids=label)
 def test_rollout_without_own_tokens_and_an_unscored_group_give_finite_advantages(baseline):
     rollouts = random_groups()
-    lengths, norms, rewards = rollouts.lengths.clone(), rollouts.score_norms.clone(), rollouts.rewards.clone()
-    lengths[:, 1], norms[:, 1] = 0, 0
-    rewards[0] = NAN
-    lengths[1], norms[1] = 0, 0
-    odd = RolloutGroups(rewards, lengths, norms)
-    result = advantages(odd, baseline(odd))
+    rewards, own_tokens = rollouts.rewards.clone(), torch.ones_like(rollouts.rewards)
+    rewards[0], own_tokens[:, 1], own_tokens[1] = NAN, 0, 0
+    per_token = {name: getattr(rollouts, name) * own_tokens.unsqueeze(-1) for name in ("score_norms", "prefix_norms")}
+    odd = replace(rollouts, rewards=rewards, lengths=rollouts.lengths * own_tokens.long(), **per_token)
+    result = used(baseline, replace(odd, sequence_norms=rollouts.sequence_norms * own_tokens))
     assert result.isfinite().all()
     assert result[0].eq(0).all()
 
@@ -198,7 +213,13 @@ def test_rollout_without_own_tokens_and_an_unscored_group_give_finite_advantages
 @pytest.mark.parametrize("baseline", ALL, ids=label)
 def test_a_step_without_any_own_token_gives_advantages_and_metrics(baseline):
     """Every rollout of a step may be truncated and masked: T is 0 then."""
-    rollouts = RolloutGroups(torch.tensor([[1.0, 0.0]]), torch.tensor([[0, 0]]), torch.zeros(1, 2, 0))
+    some = taken(random_groups(prompts=1), torch.tensor([0, 1]))
+    nothing = {name: getattr(some, name)[..., :0] for name in ("score_norms", "prefix_norms")}
+    hidden = {"hidden": some.reduced["hidden"][:, :, :0]}
+    rollouts = replace(
+        some, lengths=some.lengths * 0, sequence_norms=some.sequence_norms * 0, **nothing, reduced=hidden
+    )
+    rollouts = seen_by(baseline, rollouts)
     result = advantages(rollouts, baseline(rollouts))
     assert result.isfinite().all()
     assert energy_metrics(rollouts, result)["energy_mean"] == 0
@@ -212,7 +233,10 @@ def test_energy_metrics_are_those_of_the_scored_rollouts():
     assert metrics == {"energy_mean": 2.0, "energy_spread": 0.0, "total_power": 0.5}
 
 
-@pytest.mark.parametrize("baseline", [sequence_energy, otb, otb_own, otb_carry], ids=label)
+ENERGY = [sequence_energy, otb, otb_own, otb_carry, otb_loo, otb_carry_loo, sequence_energy_loo]
+
+
+@pytest.mark.parametrize("baseline", ENERGY, ids=label)
 @pytest.mark.parametrize("low", [-3.0, 0.0, 0.5])
 def test_baseline_never_leaves_the_range_of_the_rewards_at_probabilities_near_one(baseline, low):
     generator = torch.Generator().manual_seed(0)
@@ -225,18 +249,24 @@ def test_baseline_never_leaves_the_range_of_the_rewards_at_probabilities_near_on
     norms = norms * (torch.arange(30) < lengths.unsqueeze(-1))
     rewards = low + torch.rand(40, 4, generator=generator)
     rollouts = RolloutGroups(rewards, lengths, norms)
-    value = baseline(rollouts).expand(40, 1, 30)
+    value = baseline(rollouts)
     counted = rollouts.alive.any(1, keepdim=True) & ~(rollouts.lone if baseline is otb else torch.tensor(False))
+    value, counted = value.expand(40, 4, 30), counted.expand(40, 4, 30)
     lowest, highest = rewards.amin(1).view(40, 1, 1), rewards.amax(1).view(40, 1, 1)
-    assert ((value >= lowest) & (value <= highest + 1e-6))[counted].all()
+    assert ((value >= lowest - 1e-6) & (value <= highest + 1e-6))[counted].all()
 
 
 @pytest.mark.parametrize("baseline", ALL, ids=label)
 def test_baseline_functions_do_not_change_their_input(baseline):
-    rollouts = random_groups()
-    before = [tensor.clone() for tensor in (rollouts.rewards, rollouts.lengths, rollouts.score_norms)]
+    rollouts = seen_by(baseline, random_groups())
+
+    def tensors():
+        fields = (rollouts.rewards, rollouts.lengths, rollouts.score_norms, rollouts.sequence_norms)
+        return [*fields, rollouts.prefix_norms, *rollouts.reduced.values(), *rollouts.totals.values()]
+
+    before = [tensor.clone() for tensor in tensors()]
     advantages(rollouts, baseline(rollouts))
-    for tensor, copy in zip((rollouts.rewards, rollouts.lengths, rollouts.score_norms), before, strict=True):
+    for tensor, copy in zip(tensors(), before, strict=True):
         assert torch.equal(tensor, copy)
 
 

@@ -1,0 +1,34 @@
+"""Damped probe: the energy probe's advantage, times the share of the group's energy that is not one's own.
+
+A_t = (1 - omega_t) (R - V_t), omega_t = W_t^i / sum_j W_t^j with finished rollouts at their last W. `otb` with carried
+energy is (1 - omega_t) (R - mean of the others): this is its damping with a better baseline in the place of the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from otb.baselines import Baseline, declare
+from otb.baselines.ridge_probe import RidgeProbe
+from otb.baselines.weighted_mean import sum_of_others
+
+if TYPE_CHECKING:
+    from otb.rollouts import RolloutGroups
+
+
+@declare(needs={"hidden_states", "score_norms"}, min_group_size=2, per_token=True)
+class DampedProbe(RidgeProbe):
+    """Value V_t (P, G, T or 1) and scale 1 / (1 - omega_t) (P, G, T). Arguments as in `EnergyProbe`.
+
+    Biased: omega_t depends on the tokens whose score it multiplies, so that E[omega_t (R - V_t) s_t] is not 0. Rollouts
+    of much energy count less, which changes the direction as well as the length of the gradient. omega_t is 1 / N on
+    average and the bias vanishes as the group grows. The only scored rollout of a group, omega = 1, has advantage 0.
+    Cost: that of the energy probe. Choose it to ask what damping is worth on its own: compare with `energy_probe`, as
+    `otb` with `otb_carry_loo`.
+    """
+
+    def __call__(self, rollouts: RolloutGroups) -> Baseline:
+        energy = rollouts.energy.where(rollouts.scored.unsqueeze(-1), 0.0)
+        others = sum_of_others(energy)
+        scale = (energy + others) / others  # infinite where the others weigh nothing, so that the advantage is 0
+        return Baseline(self.values(rollouts), scale.where(energy + others > 0, 1.0))

@@ -1,0 +1,64 @@
+"""Random prompt groups with everything that a baseline may need, and what a baseline that learns makes of them."""
+
+from dataclasses import fields, replace
+
+import torch
+
+from otb.baselines import carries_state
+from otb.rollouts import RolloutGroups, TokenStates
+
+WIDTH = 4  # of the hidden states
+
+
+def random_groups(seed=0, prompts=5, group_size=6, tokens=9, dtype=torch.float32) -> RolloutGroups:
+    """Hidden states (P, G, T, WIDTH), which no RolloutGroups of a real step holds, are in `reduced` for `seen_by`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.rand(prompts, group_size, *shape, generator=generator, dtype=dtype)
+
+    lengths = torch.randint(1, tokens + 1, (prompts, group_size), generator=generator)
+    own = torch.arange(tokens) < lengths.unsqueeze(-1)
+    return RolloutGroups(
+        rewards=random(),
+        lengths=lengths,
+        score_norms=random(tokens) * 2 * own,
+        sequence_norms=random() * 9,
+        prefix_norms=(random(tokens) * own).cumsum(-1),
+        reduced={"hidden": (random(tokens, WIDTH) - 0.3) * own.unsqueeze(-1)},
+    )
+
+
+def taken(rollouts: RolloutGroups, order: torch.Tensor) -> RolloutGroups:
+    """The rollouts `order` of each group, with all that is known of them."""
+    values = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
+    per_rollout = {name: value[:, order] for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return replace(rollouts, reduced={name: rows[:, order] for name, rows in rollouts.reduced.items()}, **per_rollout)
+
+
+def token_states(rollouts: RolloutGroups, rows=slice(None)) -> TokenStates:
+    """Of the rollouts `rows`, counted through all groups."""
+    own = (torch.arange(rollouts.score_norms.shape[2]) < rollouts.lengths.unsqueeze(-1)).flatten(0, 1)[rows]
+    return TokenStates(
+        own=own,
+        hidden_states=rollouts.reduced["hidden"].flatten(0, 1)[rows] * own.unsqueeze(-1),
+        log_probs=-rollouts.score_norms.flatten(0, 1)[rows],
+        score_norms=rollouts.score_norms.flatten(0, 1)[rows],
+        scored=rollouts.scored.flatten()[rows],
+    )
+
+
+def seen_by(baseline, rollouts: RolloutGroups) -> RolloutGroups:
+    """`rollouts` with what the baseline's `reduce` makes of their hidden states; as they are for one that has none."""
+    if not carries_state(baseline):
+        return rollouts
+    rows, totals = baseline.reduce(token_states(rollouts))
+    reduced = {name: row.unflatten(0, rollouts.rewards.shape) for name, row in rows.items()}
+    return replace(rollouts, reduced=rollouts.reduced | reduced, totals=totals)
+
+
+def learned(baseline, steps=3, **options):
+    """`baseline` after some steps."""
+    for step in range(steps):
+        baseline.update(seen_by(baseline, random_groups(seed=100 + step, **options)))
+    return baseline
