@@ -1,4 +1,4 @@
-"""One rank of tests/test_distributed.py, started by torchrun: a training step whose groups span both ranks."""
+"""One rank of tests/test_distributed.py, started by torchrun: training steps whose groups span both ranks."""
 
 import json
 import os
@@ -8,6 +8,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from otb import OTBTrainer
+from otb.baselines import declare
+from otb.baselines.energy_probe import EnergyProbe
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from tests.trainers import RecordingTrainer, byte_reward, config, dataset
 
@@ -38,6 +41,42 @@ class RankTrainer(RecordingTrainer):
         return output
 
 
+@declare(needs={"hidden_states", "score_norms", "sequence_norms"}, per_token=True)
+class KeepingProbe(EnergyProbe):
+    """An energy probe that keeps what this rank handed it and what it knew of all ranks' rollouts."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.kept = []
+
+    def reduce(self, tokens):
+        self.kept.append({"own": tokens.own, "hidden": tokens.hidden_states, "w": tokens.score_norms})
+        rows, totals = super().reduce(tokens)
+        return rows | {"hidden": tokens.hidden_states}, totals
+
+    def update(self, rollouts):
+        super().update(rollouts)
+        names = ("rewards", "lengths", "score_norms", "sequence_norms", "reduced", "totals")
+        self.kept.append({name: getattr(rollouts, name) for name in names})
+
+
+def probe(policy: str, output: str) -> None:
+    """Two steps with an energy probe; each rank writes what it saw, its state and its weights."""
+    options = dict(max_steps=2, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
+    trainer = OTBTrainer(
+        AutoModelForCausalLM.from_pretrained(policy),
+        byte_reward,
+        config(output, save_strategy="steps", save_steps=2, **options),
+        dataset(),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+        baseline=KeepingProbe(group_correction=True),
+    )
+    trainer.train()
+    weights = torch.cat([p.detach().flatten() for p in trainer.accelerator.unwrap_model(trainer.model).parameters()])
+    found = {"kept": trainer.baseline.kept, "state": trainer.baseline.state_dict(), "weights": weights}
+    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+
+
 def main(policy: str, output: str) -> None:
     # 6 rollouts a rank in groups of 4: the second group has two rollouts on either rank
     options = dict(max_steps=1, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
@@ -51,4 +90,4 @@ def main(policy: str, output: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    {"otb": main, "probe": probe}[sys.argv[1]](*sys.argv[2:])

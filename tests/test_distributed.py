@@ -6,6 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from otb.baselines.energy_probe import EnergyProbe
+from otb.rollouts import RolloutGroups
+from tests.groups import seen_by
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -21,16 +27,42 @@ def naive_otb(rows):
     return result
 
 
-def test_groups_that_span_ranks_get_the_same_advantages_as_naive_loops(tmp_path, untrained, tokenizer):
+def run_ranks(what, tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "policy")  # beside the weights that the fixture wrote
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.distributed_worker", str(tmp_path / "policy"), str(tmp_path)]
+    command += ["-m", "tests.distributed_worker", what, str(tmp_path / "policy"), str(tmp_path)]
     environment = os.environ | {"OTB_TEST_OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_groups_that_span_ranks_get_the_same_advantages_as_naive_loops(tmp_path, untrained, tokenizer):
+    run_ranks("otb", tmp_path, tokenizer)
     rows = [row for rank in (0, 1) for row in json.loads((tmp_path / f"rank{rank}.json").read_text())]
     assert len(rows) == 12
     for start in (0, 4, 8):
         group = rows[start : start + 4]
         for row, expected in zip(group, naive_otb(group), strict=True):
             assert max(abs(a - b) for a, b in zip(row["advantages"], expected, strict=True)) < 1e-4
+
+
+def test_probe_of_two_ranks_is_that_of_one_process_that_sees_all_rollouts(tmp_path, untrained, tokenizer):
+    run_ranks("probe", tmp_path, tokenizer)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
+    assert ranks[0]["state"].keys() == ranks[1]["state"].keys()
+    for name, value in ranks[0]["state"].items():
+        assert torch.equal(value, ranks[1]["state"][name]), name
+    saved = torch.load(tmp_path / "checkpoint-2" / "baseline.pt", weights_only=True)
+    assert all(torch.equal(value, saved[name]) for name, value in ranks[0]["state"].items())
+
+    alone = EnergyProbe(group_correction=True)
+    for step in (kept for kept in ranks[0]["kept"] if "rewards" in kept):
+        names = ("rewards", "lengths", "score_norms", "sequence_norms")
+        seen = seen_by(alone, RolloutGroups(**{name: step[name] for name in names}, reduced=step["reduced"]))
+        torch.testing.assert_close(seen.totals["moments"], step["totals"]["moments"])
+        torch.testing.assert_close(seen.reduced["values"], step["reduced"]["values"])
+        assert seen.rewards.shape == (3, 4) and (seen.sequence_norms > 0).eq(seen.lengths > 0).all()
+        alone.update(seen)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(value, saved[name], msg=name)

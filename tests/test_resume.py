@@ -15,6 +15,7 @@ from tests import commands
 from tests.commands import ROOT, arguments, rows, the_run, wait_for
 
 KILLS = 20
+COMPARED = {"model.safetensors", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "baseline.pt"}
 
 
 def without_times(file):
@@ -33,7 +34,7 @@ def assert_same_run(interrupted, uninterrupted):
     for step in mine.checkpoint_steps():
         files = {path.name for path in other.checkpoint(step).iterdir()}
         assert {path.name for path in mine.checkpoint(step).iterdir()} == files
-        for name in files & {"model.safetensors", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth"}:
+        for name in files & COMPARED:
             assert (mine.checkpoint(step) / name).read_bytes() == (other.checkpoint(step) / name).read_bytes(), name
     for sample in other.rollouts.iterdir():
         pd.testing.assert_frame_equal(pd.read_parquet(mine.rollouts / sample.name), pd.read_parquet(sample))
@@ -117,6 +118,8 @@ def test_a_run_killed_in_the_middle_of_something_equals_an_uninterrupted_one(
     "changed",
     [
         dict(baseline="grpo"),
+        dict(baseline="energy_probe", baseline__group_correction="true"),
+        dict(baseline="value", model__rollouts_per_forward=4),
         dict(trainer__num_iterations=2),
         dict(model__lora__r=4),
         dict(model__rollouts_per_forward=2),
