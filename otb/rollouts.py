@@ -28,6 +28,8 @@ class RolloutGroups:
             trainable parameters; with rho_t s_t in the place of s_t under importance sampling.
         prefix_norms: (P, G, T) float >= 0 or None: exact ||sum_{j<=t} s_j||^2; like `energy` it keeps its last value
             after the last own token.
+        log_probs, log_sum_sq_probs: (P, G, T) float or None: log pi of each own token and log sum pi^2 over the
+            vocabulary, at the sampling temperature; 0 at t >= lengths.
         reduced: tensors (P, G, ...): what the baseline's `reduce` kept of each rollout's hidden states.
         totals: what it summed over all rollouts of all processes, any shape.
 
@@ -41,6 +43,8 @@ class RolloutGroups:
     token_returns: Tensor | None = None
     sequence_norms: Tensor | None = None
     prefix_norms: Tensor | None = None
+    log_probs: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
     reduced: dict[str, Tensor] = field(default_factory=dict)
     totals: dict[str, Tensor] = field(default_factory=dict)
 
@@ -50,7 +54,7 @@ class RolloutGroups:
                 f"rewards {tuple(self.rewards.shape)} and lengths {tuple(self.lengths.shape)} must both be "
                 "(prompts, group_size)."
             )
-        for name in ("score_norms", "token_returns", "prefix_norms"):
+        for name in ("score_norms", "token_returns", "prefix_norms", "log_probs", "log_sum_sq_probs"):
             values = getattr(self, name)
             if values is not None and (values.dim() != 3 or values.shape[:2] != self.rewards.shape):
                 raise ValueError(
@@ -72,7 +76,7 @@ class RolloutGroups:
     @cached_property
     def tokens(self) -> int:
         """T, the width of the own-token axis; 1 where nothing per token was given."""
-        for per_token in (self.score_norms, self.prefix_norms, self.token_returns):
+        for per_token in (self.score_norms, self.log_probs, self.prefix_norms, self.token_returns):
             if per_token is not None:
                 return per_token.shape[2]
         return int(self.lengths.max()) if self.reduced and self.lengths.numel() else 1

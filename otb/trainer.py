@@ -86,7 +86,8 @@ class OTBTrainer(GRPOTrainer):
     def __init__(self, model, reward_funcs=None, args=None, *positional, baseline: Callable = otb, **kwargs):
         self.baseline = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self._needs = baselines.needs_of(baseline)
-        self._needs_score_norms = "score_norms" in self._needs or getattr(args, "log_energy", False)
+        asks_probabilities = bool(self._needs & {"score_norms", "probabilities"})
+        self._needs_score_norms = asks_probabilities or getattr(args, "log_energy", False)
         if args is not None:
             refuse_options(args, baseline, self._needs_score_norms or baselines.needs_scores(baseline))
         self._scoring = False  # inside a training batch whose no-grad passes should return log sum pi^2
@@ -197,6 +198,8 @@ class OTBTrainer(GRPOTrainer):
             probabilities = self._probabilities(output)
         if self._needs_score_norms:
             measured["score_norms"] = own.pack(proxy(output, *probabilities))
+        if "probabilities" in self._needs:
+            measured |= zip(("log_probs", "log_sum_sq_probs"), map(own.pack, probabilities), strict=True)
         for name in sorted(self._needs & EXACT_NORMS):
             measured[name] = self._exact_norms(output, getattr(exact_norms, name))
         return measured

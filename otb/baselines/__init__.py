@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from otb.rollouts import RolloutGroups, TokenStates
 
-SCORES = frozenset({"score_norms", "sequence_norms", "prefix_norms"})  # of the softmax at the temperature
+# Those of the softmax at the temperature, which must then be what rollouts are sampled from.
+SCORES = frozenset({"score_norms", "probabilities", "sequence_norms", "prefix_norms"})
 KNOWN_NEEDS = SCORES | {"hidden_states"}
 
 
@@ -32,7 +33,7 @@ class StatefulBaseline(Protocol):
     """A baseline that learns over the steps. Its value for a step depends on the state that earlier steps left."""
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Of a micro-batch: rows, tensors (B, ...) that are kept, and totals, which are summed. With hidden_states only.
+        """Of a micro-batch: rows, tensors (B, ...) that are kept, and totals, which are summed. For hidden_states.
 
         A row's second dimension may be that of the own tokens: it is padded with 0 to the widest micro-batch. Both are
         in `rollouts.reduced` and `rollouts.totals` afterwards, of all rollouts and all processes.
@@ -53,8 +54,9 @@ def declare(needs: set[str] = frozenset(), min_group_size: int = 1, per_token: b
     """Says what a baseline needs beyond rewards and lengths, the smallest group it works with, and its shape.
 
     needs: subset of KNOWN_NEEDS. "score_norms": the squared score norms w per token, at one no-grad forward where TRL
-    makes none of its own. "hidden_states": the trainer hands them to the baseline's `reduce`, at one no-grad forward.
-    "sequence_norms", "prefix_norms": exact norms by backward passes, one per rollout or one per own token.
+    makes none of its own. "probabilities": log pi and log sum pi^2 per token, from the same forward. "hidden_states":
+    the trainer hands them to the baseline's `reduce`, at one no-grad forward. "sequence_norms", "prefix_norms": exact
+    norms by backward passes, one per rollout or one per own token.
     per_token: its value differs between the tokens of a rollout, so that losses and masks which read one advantage
     per rollout are refused beside it.
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups, TokenStates
 
 
-class RidgeProbe:
-    """State and fit. All sums decay by `decay` a step; the ridge counts as `pseudo_rollouts` rollouts (see `ridge`)."""
+class OnlineRidge:
+    """The state of ridge fits whose sums decay by `decay` a step; the ridge counts as `pseudo_rollouts` rollouts."""
 
     def __init__(self, pseudo_rollouts: float = 100.0, decay: float = 0.9):
         if not pseudo_rollouts > 0:
@@ -34,6 +34,24 @@ class RidgeProbe:
     @property
     def fitted(self) -> bool:
         return "coefficients" in self._state
+
+    def _decay_and_add(self, **sums: Tensor) -> None:
+        for name, new in sums.items():
+            self._state[name] = self.decay * self._kept(name, new) + new if name in self._state else new
+
+    def _kept(self, name: str, like: Tensor) -> Tensor:
+        """A tensor of the state in the dtype and on the device of `like`; after a resume it comes from the CPU."""
+        return self._state[name].to(like)
+
+    def state_dict(self) -> dict:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict) -> None:
+        self._state = dict(state)
+
+
+class RidgeProbe(OnlineRidge):
+    """The weighted fit of phi, see above."""
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Rows: values (B, T) of the state so far, weighted_states (B, d + 1); totals: moments (d + 1, d + 1)."""
@@ -67,20 +85,6 @@ class RidgeProbe:
     def _predicted(self, phi: Tensor) -> Tensor:
         """theta . phi within the range of the rewards seen so far. (..., d + 1) -> (...)."""
         return (phi @ self._kept("coefficients", phi)).clamp(self._kept("low", phi), self._kept("high", phi))
-
-    def _decay_and_add(self, **sums: Tensor) -> None:
-        for name, new in sums.items():
-            self._state[name] = self.decay * self._kept(name, new) + new if name in self._state else new
-
-    def _kept(self, name: str, like: Tensor) -> Tensor:
-        """A tensor of the state in the dtype and on the device of `like`; after a resume it comes from the CPU."""
-        return self._state[name].to(like)
-
-    def state_dict(self) -> dict:
-        return dict(self._state)
-
-    def load_state_dict(self, state: dict) -> None:
-        self._state = dict(state)
 
 
 def features(tokens: TokenStates) -> Tensor:
