@@ -104,9 +104,9 @@ def accept_open_keys(arguments: list[str]) -> list[str]:
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
 
 
-def refuse_unknown_choices(arguments: list[str]) -> None:
+def refuse_unknown_choices(arguments: list[str], config_name: str = "config") -> None:
     """Raises RunError for syntax errors, unknown keys and unknown group choices, with the choices and a near miss."""
-    config = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"), resolve=False)
+    config = OmegaConf.to_container(OmegaConf.load(CONF / f"{config_name}.yaml"), resolve=False)
     sections = {name: list(node) for name, node in config.items() if isinstance(node, dict) and name != "hydra"}
     keys = [*config, *GROUPS]
     keys.remove("defaults")

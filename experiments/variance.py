@@ -1,0 +1,99 @@
+"""The variance laboratory: variance, bias and noise-to-signal of the true gradient for every estimator.
+
+python experiments/variance.py quick=true                              # under 4 minutes on two cores
+python experiments/variance.py task=arithmetic_tools
+python experiments/variance.py checkpoint=runs/.../checkpoints/step-00000040
+Each prompt's measurements are kept in the run directory as they come: the same command continues after a kill, and
+with other `estimators` or `group_sizes` it measures nothing twice. What is measured and why: docs/variance.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from experiments import settings
+from otb.records import RunError, write_atomically
+from otb.run_lock import RunLock
+
+QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 6, "oracle.rollouts": 4}
+MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
+SMALLEST = {"prompts": 2, "samples": 4, "fit_steps": 1, "prompts_per_step": 1, "partitions": 1, "sketch": 16, "seed": 0}
+SMALLEST |= {"oracle.prompts": 0, "oracle.rollouts": 1, "oracle.continuations": 2}
+
+
+@hydra.main(version_base="1.3", config_path=str(settings.CONF), config_name="variance")
+def main(cfg: DictConfig) -> None:
+    started = time.monotonic()
+    apply_quick(cfg, [override.split("=")[0] for override in HydraConfig.get().overrides.task])
+    names = check(cfg)
+    folder = directory(cfg, HydraConfig.get().runtime.choices)
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunLock(folder), settings.opened_sandbox(cfg) as sandbox:
+        write_atomically(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        from experiments.variance_lab import laboratory  # torch, transformers and trl: seconds, so only now
+
+        laboratory(cfg, names, folder, sandbox)
+    print(f"{folder}: {time.monotonic() - started:.0f} s")
+
+
+def apply_quick(cfg: DictConfig, given: list[str]) -> None:
+    """`quick=true` changes what the command line does not set itself."""
+    for key, value in QUICK.items() if cfg.quick else ():
+        if key not in given:
+            OmegaConf.update(cfg, key, value)
+
+
+def check(cfg: DictConfig) -> list[str]:
+    """Raises RunError for what cannot be measured as written. -> the estimators' names."""
+    for key, smallest in SMALLEST.items():
+        value = OmegaConf.select(cfg, key)
+        if type(value) is not int or value < smallest:
+            raise RunError(f"{key}={value} must be a whole number >= {smallest}. Try {key}={max(smallest, 1)}.")
+    sizes = OmegaConf.to_container(cfg.group_sizes)
+    if not sizes or any(type(size) is not int or size < 2 or 2 * size > cfg.samples for size in sizes):
+        raise RunError(
+            f"group_sizes={sizes} must be whole numbers from 2 to samples / 2 = {cfg.samples // 2}: variances need two "
+            "groups. Try group_sizes=[4,8]."
+        )
+    if cfg.oracle.continuations % 2:
+        raise RunError(f"oracle.continuations={cfg.oracle.continuations} must be even: two halves make two estimates.")
+    if cfg.checkpoint is not None and not Path(cfg.checkpoint).expanduser().is_dir():
+        raise RunError(f"checkpoint={cfg.checkpoint} is not a folder. Give RUN/checkpoints/step-XXXXXXXX.")
+    known = sorted(path.stem for path in (settings.CONF / "baseline").glob("*.yaml"))
+    names = known if cfg.estimators is None else list(cfg.estimators)
+    for name in names:
+        if name not in known:
+            raise RunError(f"estimators: {name} is no baseline.{settings.near_miss(name, known)} Known: {known}.")
+    settings.build(cfg, "task")
+    return list(dict.fromkeys(["rloo", "energy_probe", *names]))  # what the others are compared with, and the reference
+
+
+def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
+    """runs_dir/variance/TASK-MODEL[-STEP]-DIGEST: of everything that a stored measurement depends on."""
+    identity = {key: OmegaConf.to_container(cfg, resolve=True)[key] for key in MEASUREMENT}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    checkpoint = [] if cfg.checkpoint is None else [Path(cfg.checkpoint).name]
+    return Path(cfg.runs_dir) / "variance" / "-".join([choices["task"], choices["model"], *checkpoint, digest])
+
+
+if __name__ == "__main__":
+    try:
+        settings.refuse_unknown_choices(sys.argv[1:], "variance")
+        main()
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with what is not measured yet", file=sys.stderr)
+        sys.exit(130)

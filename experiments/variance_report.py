@@ -1,0 +1,57 @@
+"""What the laboratory found: tables on screen and as csv, and the figures of analysis/laboratory.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from analysis.laboratory import draw_all
+from otb.laboratory.estimators import Prompt
+from otb.laboratory.moments import judge
+from otb.laboratory.proxy import proxy_quality, proxy_table
+
+RESULTS, MOMENTS_FILE, PROXY, TOKENS = "estimators.csv", "moments.csv", "proxy.csv", "tokens.parquet"
+
+
+def report(rows: pd.DataFrame, prompts: list[Prompt], folder: Path) -> None:
+    """rows: moments per prompt, estimator and group size; prompts: those judged."""
+    results, tokens = judge(rows), proxy_table(prompts)
+    quality = proxy_quality(tokens)
+    rows.to_csv(folder / MOMENTS_FILE, index=False)
+    results.to_csv(folder / RESULTS, index=False)
+    quality.to_csv(folder / PROXY, index=False)
+    tokens.to_parquet(folder / TOKENS)
+    console = Console()
+    console = console if console.is_terminal else Console(width=120)
+    for size in sorted(results.group_size.unique()):
+        console.print(estimator_table(results[results.group_size == size], int(size)))
+    console.print(proxy_on_screen(quality))
+    files = draw_all(results, tokens, folder / "figures")
+    console.print(f"figures: {', '.join(str(file) for file in files if file.suffix == '.png')}", soft_wrap=True)
+
+
+def estimator_table(results: pd.DataFrame, size: int) -> Table:
+    """Sorted by noise; the interval is over prompts."""
+    prompts = int(results.prompts.iloc[0])
+    title = f"N = {size}: noise-to-signal relative to rloo, {prompts} prompts, 95 % intervals over prompts"
+    table = Table("estimator", "noise / rloo", "interval", "noise", "bias", "1 - cos^2", "scale", "cosine", title=title)
+    has_oracle = "energy_ratio" in results and results.energy_ratio.notna().any()
+    if has_oracle:
+        table.add_column("energy / oracle")
+    for row in results.sort_values("relative_noise").itertuples():
+        cells = [f"{row.relative_noise:.2f}", f"[{row.relative_noise_low:.2f}, {row.relative_noise_high:.2f}]"]
+        cells += [f"{row.noise:.2f}", f"{row.bias:.3f}", f"{row.direction_bias:.3f}", f"{row.scale:.2f}"]
+        cells += [f"{row.cosine:.2f}", *([f"{row.energy_ratio:.2f}"] if has_oracle else [])]
+        table.add_row(row.estimator, *cells)
+    return table
+
+
+def proxy_on_screen(quality: pd.DataFrame) -> Table:
+    table = Table("proxy against exact norm of", "Spearman", "Pearson", "top 1 % share", title="the proxy")
+    for row in quality.itertuples():
+        shares = f"proxy {row.top_share_proxy:.2f}, exact {row.top_share_exact:.2f}"
+        table.add_row(row.of, f"{row.spearman:.3f}", f"{row.pearson:.3f}", shares if row.of == "token" else "")
+    return table

@@ -1,0 +1,114 @@
+"""Unbiased statistics of an estimator's group gradient, and intervals over prompts.
+
+g: the gradient of one prompt group, mean over its rollouts of sum_t A_t s_t; mu = E[R sum_t s_t]: the true gradient of
+the prompt. All four moments are U-statistics: products of gradients of rollouts that share none. A plug-in such as
+||mean of g||^2 would count noise as signal.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+MOMENTS = ("power", "signal", "overlap", "truth")
+RESAMPLES = 4000
+
+
+def moments(rollout_gradients: Tensor, reference: Tensor, members: Tensor) -> dict[str, float]:
+    """Of one prompt and one estimator at one group size.
+
+    rollout_gradients (K, M, D): sum_t A_t s_t of each of the M rollouts in each of K partitions into groups. members
+    (K, n, N) int: the rollouts of the n >= 2 groups of each partition. reference (M, D): gradients with mean mu, that
+    of a rollout depending on no other rollout.
+    -> power E||g||^2, signal ||E g||^2, overlap <E g, mu>, truth ||mu||^2.
+    """
+    partitions, groups, size = members.shape
+    index = members.flatten(1).unsqueeze(-1).expand(-1, -1, rollout_gradients.shape[-1])
+    g = rollout_gradients.gather(1, index).unflatten(1, (groups, size)).mean(2)  # (K, n, D)
+    squares, total = g.square().sum(-1), g.sum(1)
+    count = len(reference)
+    others = reference.sum(0) - reference[members].sum(2)  # (K, n, D): what shares no rollout with the group
+    return {
+        "power": squares.mean().item(),
+        "signal": ((total.square().sum(-1) - squares.sum(1)) / (groups * (groups - 1))).mean().item(),
+        "overlap": ((g * others).sum(-1) / (count - size)).mean().item(),
+        "truth": truth(reference),
+    }
+
+
+def truth(reference: Tensor) -> float:
+    """||mu||^2 from independent gradients (M, D) with mean mu."""
+    count = len(reference)
+    return ((reference.sum(0).square().sum() - reference.square().sum()) / (count * (count - 1))).item()
+
+
+def partitions(rollouts: int, size: int, count: int, generator: torch.Generator) -> Tensor:
+    """(count, n, size) int: random partitions of the rollouts into n = rollouts // size groups."""
+    groups = rollouts // size
+    if groups < 2:
+        raise ValueError(f"{rollouts} rollouts make fewer than two groups of {size}. Try samples={2 * size}.")
+    draws = [torch.randperm(rollouts, generator=generator)[: groups * size] for _ in range(count)]
+    return torch.stack(draws).unflatten(1, (groups, size))
+
+
+def judge(table: pd.DataFrame, against: str = "rloo", seed: int = 0) -> pd.DataFrame:
+    """One row per estimator and group size, with 95 % bootstrap intervals over prompts (`_low`, `_high`).
+
+    table: a row per prompt, estimator and group_size with MOMENTS. All estimators are resampled together, so that the
+    ratios are paired. With sums over prompts and c = overlap / truth, the estimator's scale:
+        variance           power - signal, mean over prompts
+        noise              variance / (c^2 truth): noise-to-signal once the estimator is divided by its scale
+        relative_noise     noise over that of `against` at the same group size
+        scale              c
+        bias               ||E g - mu||^2 / ||mu||^2
+        direction_bias     1 - cos^2(E g, mu)
+        energy_ratio       sum_t w_t A_t^2 / c^2 over that of the oracle, on the oracle's rollouts; no interval
+        cosine             <E g, mu> / sqrt(E||g||^2 ||mu||^2): of one group's gradient with the true one
+    """
+    prompts = np.sort(table.prompt.unique())
+    draws = np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), RESAMPLES)
+    weights = np.vstack([np.ones(len(prompts), dtype=int), draws])  # the first row is the sample itself
+    rows, noises = [], {}
+    for (estimator, size), part in table.groupby(["estimator", "group_size"], sort=False):
+        sums = weights @ part.set_index("prompt").loc[prompts, list(MOMENTS)].to_numpy()  # (1 + RESAMPLES, 4)
+        found = statistics(*sums.T, prompts=len(prompts))
+        noises[estimator, size] = found["noise"]
+        if "energy" in part and part.energy.notna().any():
+            known = part[part.energy.notna()]
+            found["energy_ratio"] = np.array([known.energy.sum() / found["scale"][0] ** 2 / known.oracle_energy.sum()])
+        rows.append({"estimator": estimator, "group_size": size, "prompts": len(prompts), **found})
+    for row in rows:
+        reference = noises.get((against, row["group_size"]))
+        row["relative_noise"] = row["noise"] / reference if reference is not None else np.full(len(weights), np.nan)
+    return pd.DataFrame([interval_columns(row) for row in rows])
+
+
+def statistics(power, signal, overlap, truth, prompts: int) -> dict[str, np.ndarray]:
+    """What `judge` documents, from sums over prompts; NaN where a denominator is not positive."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = overlap / truth
+        return {
+            "variance": (power - signal) / prompts,
+            "noise": (power - signal) / (scale**2 * truth),
+            "scale": scale,
+            "bias": (signal - 2 * overlap + truth) / truth,
+            "direction_bias": 1 - overlap**2 / (signal * truth),
+            "cosine": overlap / np.sqrt(power * truth),
+        }
+
+
+def interval_columns(row: dict) -> dict:
+    """Arrays (sample, resamples...) -> value, _low and _high."""
+    columns = {}
+    for name, value in row.items():
+        if not isinstance(value, np.ndarray):
+            columns[name] = value
+            continue
+        columns[name] = value[0]
+        if len(value) > 1:
+            known = np.isfinite(value[1:]).any()
+            interval = np.nanquantile(value[1:], (0.025, 0.975)) if known else (np.nan, np.nan)
+            columns |= dict(zip((f"{name}_low", f"{name}_high"), interval, strict=True))
+    return columns

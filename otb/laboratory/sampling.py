@@ -1,0 +1,56 @@
+"""Rollouts of single prompts by TRL's own rollout code, tools and sandbox included."""
+
+from __future__ import annotations
+
+import torch
+
+from otb.baselines.none import none
+from otb.laboratory.scores import Rollout
+from otb.tool_rollouts import ToolTrainer
+from otb.trainer import OTBConfig, prompts_with_responses, response_mask
+
+
+class Sampler:
+    """Samples a policy on the prompts of a task.
+
+    task: see `otb.tasks.Task`; environment: None, or what makes the environment of one rollout.
+    """
+
+    def __init__(self, model, tokenizer, task, environment, temperature: float, folder: str):
+        on_gpu = torch.cuda.is_available()
+        arguments = OTBConfig(
+            output_dir=folder,
+            use_cpu=not on_gpu,
+            bf16=False,
+            gradient_checkpointing=False,
+            num_generations=1,
+            per_device_train_batch_size=1,
+            max_completion_length=task.max_completion_length,
+            max_tool_calling_iterations=None if environment is None else task.max_turns - 1,
+            temperature=temperature,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        self._trainer = ToolTrainer(
+            model,
+            task.reward,
+            arguments,
+            task.train_dataset(),
+            processing_class=tokenizer,
+            environment_factory=environment,
+            baseline=none,
+        )
+        self._trainer.model.eval()
+
+    def rollouts(self, rows: list[dict], samples: int, seed: int) -> list[list[Rollout]]:
+        """`samples` rollouts of each prompt; the same for the same arguments."""
+        torch.manual_seed(seed)
+        self._trainer.num_generations_eval = samples
+        with torch.no_grad():
+            output = self._trainer._generate_and_score_completions([row for row in rows for _ in range(samples)])
+        rewards = self._trainer._summed_rewards().tolist()
+        ids, attention_mask = prompts_with_responses(output)
+        own = torch.cat([torch.zeros_like(output["prompt_mask"]).bool(), response_mask(output)], dim=1)
+        kept = attention_mask.bool()
+        drawn = [Rollout(ids[i][kept[i]].cpu(), own[i][kept[i]].cpu(), rewards[i]) for i in range(len(rewards))]
+        return [drawn[start : start + samples] for start in range(0, len(drawn), samples)]

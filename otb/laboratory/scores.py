@@ -1,0 +1,138 @@
+"""Exact score vectors d log pi(y_t) / d theta of every own token, over all trainable parameters.
+
+They are too many to keep (tokens x parameters): a rollout keeps exact norms of them and a fixed random sketch of each,
+which preserves inner products between rollouts: <sketch(x), sketch(y)> is unbiased for <x, y> over the choice of
+signs, with a standard deviation of about |x||y| / sqrt(size). Derivatives are torch.autograd's, one backward a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otb.exact_norms import in_chunks, own_log_probs, scores, trainable
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """ids (L,): prompt and response without padding. own (L,) bool: sampled by the policy. reward: NaN = unscored."""
+
+    ids: Tensor
+    own: Tensor
+    reward: float
+
+
+class Sketch:
+    """A fixed random linear map of the parameters to `size` numbers: coordinate j with a random sign to j mod size.
+
+    A count sketch (Charikar et al. 2002) whose hash is the interleaving of coordinates. A prime size keeps the rows of
+    weight matrices from falling onto each other.
+    """
+
+    def __init__(self, parameters: list[Tensor], size: int, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        self.size, self._signs = size, []
+        for parameter in parameters:
+            signs = torch.randint(0, 2, (-(-parameter.numel() // size), size), generator=generator)
+            self._signs.append((signs * 2 - 1).to(parameter))
+
+    def __call__(self, vectors: list[Tensor]) -> Tensor:
+        """A tensor (K, *shape) per parameter -> (K, size)."""
+        total = torch.zeros(len(vectors[0]), self.size, device=vectors[0].device)
+        for vector, signs in zip(vectors, self._signs, strict=True):
+            flat = torch.nn.functional.pad(vector.flatten(1), (0, signs.numel() - vector[0].numel()))
+            total += (flat.unflatten(1, signs.shape) * signs).sum(1)
+        return total
+
+
+@dataclass(frozen=True)
+class Measured:
+    """M rollouts of one prompt, their own tokens one after the other (sum of lengths = S).
+
+    rewards (M,) float; lengths (M,) int. Per token: log_probs, log_sum_sq_probs (S,); hidden_states (S, d), the final
+    hidden state that predicts the token. With scores: token_norms (S,) = ||s_t||^2, prefix_norms (S,) = ||sum_{j<=t}
+    s_j||^2, both exact, and sketches (S, size); else empty.
+    """
+
+    rewards: np.ndarray
+    lengths: np.ndarray
+    log_probs: np.ndarray
+    log_sum_sq_probs: np.ndarray
+    hidden_states: np.ndarray
+    token_norms: np.ndarray
+    prefix_norms: np.ndarray
+    sketches: np.ndarray
+
+    def save(self, path) -> None:
+        with open(path, "wb") as file:
+            np.savez(file, **{field.name: getattr(self, field.name) for field in fields(self)})
+
+    @classmethod
+    def load(cls, path) -> Measured:
+        with np.load(path) as stored:
+            return cls(**{field.name: stored[field.name] for field in fields(cls)})
+
+    def padded(self, name: str, dtype=torch.float32) -> Tensor:
+        """A per-token field as (M, T, ...), 0 past the last own token."""
+        values = torch.from_numpy(getattr(self, name)).to(dtype)
+        padded = torch.zeros(len(self.lengths), int(self.lengths.max()), *values.shape[1:], dtype=dtype)
+        own = torch.arange(padded.shape[1]) < torch.from_numpy(self.lengths).unsqueeze(1)
+        padded[own] = values
+        return padded
+
+
+def measure(model, rollouts: list[Rollout], temperature: float, sketch: Sketch | None) -> Measured:
+    """What the estimators and their judgement need of one prompt's rollouts. sketch: None for no score vectors.
+
+    Raises ValueError where the policy has too many trainable parameters (`otb.exact_norms.trainable`).
+    """
+    parameters = trainable(model) if sketch is not None else []
+    found: dict[str, list[Tensor]] = {field.name: [] for field in fields(Measured)}
+    for rollout in rollouts:
+        of_tokens = forward(model, rollout, temperature)
+        if sketch is not None:
+            of_tokens |= score_vectors(model, rollout, temperature, parameters, sketch)
+        for name, values in of_tokens.items():
+            found[name].append(values.cpu())
+    per_token = {name: torch.cat(values).numpy() if values else np.zeros(0) for name, values in found.items()}
+    own = [int(rollout.own.sum()) for rollout in rollouts]
+    return Measured(**per_token | {"rewards": np.array([r.reward for r in rollouts]), "lengths": np.array(own)})
+
+
+@torch.no_grad()
+def forward(model, rollout: Rollout, temperature: float) -> dict[str, Tensor]:
+    """Probabilities and hidden states of the own tokens of one rollout, at the sampling temperature."""
+    before = rollout.own.roll(-1)  # positions that predict an own token; the first of all is the prompt's
+    ids = rollout.ids.to(model.device).unsqueeze(0)
+    output = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    log_probs = (output.logits[0][before].float() / temperature).log_softmax(-1)
+    chosen = ids[0][rollout.own.to(ids.device)].unsqueeze(-1)
+    return {
+        "log_probs": log_probs.gather(-1, chosen).squeeze(-1),
+        "log_sum_sq_probs": (2 * log_probs).logsumexp(-1),
+        "hidden_states": output.hidden_states[-1][0][before].float(),
+    }
+
+
+def score_vectors(model, rollout: Rollout, temperature: float, parameters, sketch: Sketch) -> dict[str, Tensor]:
+    """Exact norms of the tokens' and the prefixes' scores, and the tokens' sketches."""
+    ids, own = rollout.ids.to(model.device), rollout.own.to(model.device)
+    log_probs = own_log_probs(model, ids, torch.ones_like(ids), own, temperature)
+    each = torch.eye(len(log_probs), device=ids.device)
+    sketches, token_norms, prefix_norms = [], [], []
+    before = [torch.zeros_like(parameter).unsqueeze(0) for parameter in parameters]  # the score of what came before
+    for some in in_chunks(each, parameters):
+        vectors = scores(log_probs, parameters, some)
+        sketches.append(sketch(vectors))
+        prefixes = [(earlier + vector.cumsum(0)) for earlier, vector in zip(before, vectors, strict=True)]
+        before = [prefix[-1:].clone() for prefix in prefixes]
+        token_norms.append(sum(vector.flatten(1).square().sum(1) for vector in vectors))
+        prefix_norms.append(sum(prefix.flatten(1).square().sum(1) for prefix in prefixes))
+    return {
+        "sketches": torch.cat(sketches),
+        "token_norms": torch.cat(token_norms),
+        "prefix_norms": torch.cat(prefix_norms),
+    }
