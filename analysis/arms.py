@@ -49,6 +49,7 @@ def one_setting(table: pd.DataFrame) -> pd.DataFrame:
 def require(table: pd.DataFrame, *columns: str) -> None:
     """Raises RunError where a metric is in no row, with the way to get it."""
     ways = {"total_power": "log_energy=true records it for every baseline"}
+    ways |= dict.fromkeys(("gradient_noise", "gradient_signal"), "measure_gradient_noise=true records it")
     for column in columns:
         if column not in table or table[column].notna().sum() == 0:
             name = column.removeprefix("evaluation_")

@@ -12,7 +12,7 @@ from analysis.group_size import by_seed, final_accuracy
 from analysis.intervals import Interval, bootstrap, difference, iqm, share_difference, two_arms
 from analysis.stability import stability_table
 from analysis.token_consumption import Consumption, consumption, saving
-from analysis.variance import MEASURED, power_per_run
+from analysis.variance import is_measured, noise_to_signal_per_run, power_per_run
 from otb.records import RunError
 
 Arm = tuple[str, int]
@@ -63,12 +63,12 @@ class Claims:
         return frame[(frame.baseline == arm[0]) & (frame.group_size == arm[1])]
 
     def c1(self) -> list[Finding]:
-        """Measured noise where recorded, else the proxy; (N - 1) / N times RLOO's advantage is the group mean's."""
-        measured = MEASURED in self.table and self.table[MEASURED].notna().any()
-        if measured:
-            power = self.table[MEASURED].groupby(self.table.run.astype(str)).mean().dropna()
-        else:
-            power = power_per_run(self.table)
+        """Measured noise / signal where recorded, else the proxy.
+
+        The ratio does not see a scale, the proxy does: (N - 1) / N times RLOO's advantage is the group mean's.
+        """
+        measured = is_measured(self.table)
+        power = noise_to_signal_per_run(self.table) if measured else power_per_run(self.table)
         runs = self.table.drop_duplicates("run")[["run", "baseline", "group_size", "seed"]]
         runs = runs.assign(power=runs.run.astype(str).map(power)).dropna(subset="power")
         rows = []
@@ -83,6 +83,9 @@ class Claims:
                 continue
             if not all(values):
                 why = "no energy metrics in one of the arms; log_energy=true records them"
+                if measured:
+                    why = "one arm has no measured noise, or a signal that drowned in it: measure_gradient_noise=true, "
+                    why += "more steps or more prompts_per_step"
                 rows.append(Finding("C1", name, NOTHING, UNDECIDED, why))
                 continue
             scale = ((rival[1] - 1) / rival[1]) ** 2 if rival[0] == "rloo" and not measured else 1.0

@@ -89,7 +89,7 @@ def curve_figures(table: pd.DataFrame, n: int, outside: pd.DataFrame | None) -> 
     )
     yield Figure(
         f"variance_n{n}",
-        f"Variance proxies per step (no variance themselves, see analysis/variance.py), {text}.",
+        f"Variance per step, measured where runs did, and its proxies (analysis/variance.py), {text}.",
         lambda: variance(table),
     )
     text = f"Seeds alive, gradient-norm surges, drawdown from the peak, N={n}."

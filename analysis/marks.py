@@ -16,6 +16,7 @@ from analysis.arms import label
 AXES = ("baseline", "group_size", "seed")
 # What changes neither the policy nor what is measured of it. Runs of different `steps` share a setting and are marked.
 NO_SETTING = ("runs_dir", "overwrite", "steps", "checkpoint_every", "rollouts", "log_energy", "deterministic", "hydra")
+NO_SETTING += ("measure_gradient_noise",)
 NO_SETTING += ("group_size", "seed", "baseline", "trainer.report_to", "trainer.run_name", "trainer.use_cpu")
 FACTS = ("run", "kind", "outcome", "error", "last_step", "version", "libraries", "commit", "device", "damaged_lines")
 MARKS = ("arm", "setting", "left_out", "marks")

@@ -27,6 +27,14 @@ COLOURS = {
     "opo": "#56B4E9",
     "sequence_energy": "#CC79A7",
     "none": "#7F7F7F",
+    "energy_probe": "#882255",
+    "value": "#332288",
+    "damped_probe": "#AA4499",
+    "ob_exact": "#44AA99",
+    "otb_exact": "#8C510A",
+    "otb_loo": "#F4A582",
+    "otb_carry_loo": "#B2A000",
+    "sequence_energy_loo": "#117733",
 }
 SPARE = ("#882255", "#44AA99", "#999933", "#332288", "#DDCC77", "#117733")  # Tol's muted set, for further arms
 DASHES = {0: "-", 1: "--", 2: ":", 3: "-."}

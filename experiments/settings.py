@@ -165,7 +165,7 @@ def check(cfg: DictConfig) -> None:
             f"max_prompt_length={cfg.max_prompt_length} must be a whole number >= 1, or null for the model's limit. "
             "Try max_prompt_length=null."
         )
-    for key in ("log_energy", "deterministic", "overwrite"):
+    for key in ("log_energy", "measure_gradient_noise", "deterministic", "overwrite"):
         if not isinstance(cfg[key], bool):
             raise RunError(f"{key}={cfg[key]} must be true or false. Try {key}=false.")
     _check_target("task", cfg.task)
@@ -294,7 +294,7 @@ def _check_baseline(cfg: DictConfig) -> None:
     if inspect.isclass(baseline):
         build(cfg, "baseline")  # its constructor has a say
     try:
-        needs_scores = cfg.log_energy or baselines.needs_scores(baseline)
+        needs_scores = cfg.log_energy or cfg.measure_gradient_noise or baselines.needs_scores(baseline)
         refuse_options(SimpleNamespace(**(options | dict(cfg.trainer))), baseline, needs_scores)
     except ValueError as error:
         raise RunError(str(error).replace("num_generations=", "group_size=")) from error
@@ -341,6 +341,8 @@ def _check_batches(cfg: DictConfig) -> None:
             f"model.rollouts_per_forward={forward} must divide the {local} rollouts of a process. "
             f"Try model.rollouts_per_forward={fit}."
         )
+    if cfg.measure_gradient_noise:
+        _check_micro_batches(cfg, local, min(forward or local, local), processes)
     cycle = cfg.trainer.get("num_iterations", 1)
     if type(cycle) is not int or cycle < 1:
         raise RunError(f"trainer.num_iterations={cycle} must be a whole number of at least 1.")
@@ -349,6 +351,19 @@ def _check_batches(cfg: DictConfig) -> None:
             f"steps={cfg.steps} must be a multiple of trainer.num_iterations={cycle}: the last checkpoint falls on a "
             f"generation. Try steps={max(1, cfg.steps // cycle) * cycle}."
         )
+
+
+def _check_micro_batches(cfg: DictConfig, local: int, forward: int, processes: int) -> None:
+    """Gradient noise is measured on two micro-batches of whole prompt groups, or more."""
+    if forward % cfg.group_size == 0 and local // forward * processes > 1:
+        return
+    groups = local // cfg.group_size  # whole ones of a process
+    fits = [k * cfg.group_size for k in range(1, groups // 2 + 1) if local % (k * cfg.group_size) == 0]
+    fix = f"model.rollouts_per_forward={fits[-1]}" if fits else f"prompts_per_step={4 * processes}"
+    raise RunError(
+        f"measure_gradient_noise=true compares micro-batches of whole prompt groups; a step has "
+        f"{local // forward * processes} of {forward} rollouts in groups of {cfg.group_size}. Try {fix}."
+    )
 
 
 def literal_choices(function, argument: str) -> tuple[str, ...]:

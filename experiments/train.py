@@ -220,6 +220,7 @@ def trainer_config(cfg: DictConfig, task, directory: RunDirectory) -> OTBConfig:
         "log_level": "error",
         "log_level_replica": "error",
         "log_energy": cfg.log_energy,
+        "measure_gradient_noise": cfg.measure_gradient_noise,
         "run_name": run_name(settings.trackers(cfg), directory),
         "dataloader_pin_memory": on_gpu,
         "logging_nan_inf_filter": False,  # a loss that is not finite stops the run instead

@@ -59,14 +59,26 @@ def advantage_metrics(rollouts: RolloutGroups, baseline: Baseline | Tensor, adva
 def energy_metrics(rollouts: RolloutGroups, advantages: Tensor) -> dict[str, float]:
     """Realized energy per scored rollout and the token-diagonal power sum_t w_t A_t^2, whatever the baseline.
 
-    verl averages a token-level advantage to one scalar per rollout first; that is not the power of these advantages.
+    verl averages a token-level advantage to one scalar per rollout first, and its power is W_T times that squared: not
+    the power of these advantages, and logged beside it.
     """
     if not rollouts.scored.any():
         return {}
     energy = rollouts.score_norms.sum(-1)[rollouts.scored]
     power = (rollouts.score_norms * advantages.square()).sum(-1)[rollouts.scored]
+    tokens = rollouts.lengths.clamp(min=1) if advantages.shape[-1] > 1 else 1
+    averaged = (advantages.sum(-1) / tokens)[rollouts.scored]
     return {
         "energy_mean": energy.mean().item(),
         "energy_spread": energy.std(correction=0).item(),
         "total_power": power.mean().item(),
+        "verl_power": (energy * averaged.square()).mean().item(),
     }
+
+
+def verl_noise(verl_power: float, gradient_norm: float, rollouts: int) -> float:
+    """(total power - signal) / (n - 1) as verl logs it, n = rollouts of the step: to be compared, not to be trusted.
+
+    It subtracts the squared norm of a gradient over parameters from a power over logits, without a common normaliser.
+    """
+    return (verl_power - gradient_norm**2) / max(1, rollouts - 1)

@@ -64,6 +64,21 @@ METRICS = {
     "energy_mean": Metric("norm^2", "realized energy W_T = sum_t w_t per scored rollout, mean; w: the proxy"),
     "energy_spread": Metric("norm^2", "realized energy per scored rollout, standard deviation"),
     "total_power": Metric("reward^2 norm^2", "sum_t w_t A_t^2 per scored rollout, mean: token-diagonal power"),
+    "verl_power": Metric(
+        "reward^2 norm^2", "verl's form of it: W_T (mean_t A_t)^2 per scored rollout, mean; equal for one A per rollout"
+    ),
+    "gradient_noise": Metric(
+        "norm^2",
+        "measured: trace of the covariance of one prompt group's gradient, unbiased; by two batch sizes (arXiv "
+        "1812.06162). Gradients are the loss's: with dr_grpo a group's is sum_t A_t grad log pi_t / (group_size x "
+        "max_completion_length), and the step's is the mean of its groups'",
+    ),
+    "gradient_signal": Metric(
+        "norm^2", "measured: squared norm of the true gradient, unbiased, so that it may be negative; as gradient_noise"
+    ),
+    "verl_noise": Metric(
+        "mixed", "verl's form of gradient noise: (verl_power - gradient_norm^2) / (rollouts of the step - 1)"
+    ),
     "seconds_sampling": Metric("s", "time spent generating the rollouts of the step, tools included"),
     "seconds_scoring": Metric("s", "time spent in reward functions"),
     "seconds_advantages": Metric("s", "time spent on score norms, baseline and advantages, their own forward included"),

@@ -27,7 +27,8 @@ from trl.trainer.utils import add_fused_lm_head
 from otb import baselines, exact_norms
 from otb.advantages import advantages as advantages_of
 from otb.baselines.otb import otb
-from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
+from otb.gradient_noise import BackwardNorms, noise_and_signal, whole_groups
+from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, verl_noise
 from otb.options import refuse_generation, refuse_options
 from otb.rollouts import OwnTokens, RolloutGroups, TokenStates
 from otb.score_norms import logit_gradient_proxy
@@ -54,6 +55,10 @@ class OTBConfig(GRPOConfig):
     scale_rewards: str = "none"
     log_energy: bool = field(
         default=False, metadata={"help": "Log energy metrics also for baselines that do not need score norms."}
+    )
+    measure_gradient_noise: bool = field(
+        default=False,
+        metadata={"help": "Log the gradient noise measured on micro-batches of whole groups, and energy metrics."},
     )
 
     def __post_init__(self):
@@ -86,25 +91,35 @@ class OTBTrainer(GRPOTrainer):
     def __init__(self, model, reward_funcs=None, args=None, *positional, baseline: Callable = otb, **kwargs):
         self.baseline = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self._needs = baselines.needs_of(baseline)
-        asks_probabilities = bool(self._needs & {"score_norms", "probabilities"})
-        self._needs_score_norms = asks_probabilities or getattr(args, "log_energy", False)
+        self._measures_noise = getattr(args, "measure_gradient_noise", False)
+        wants_energy = self._measures_noise or getattr(args, "log_energy", False)
+        self._needs_score_norms = bool(self._needs & {"score_norms", "probabilities"}) or wants_energy
         if args is not None:
             refuse_options(args, baseline, self._needs_score_norms or baselines.needs_scores(baseline))
+            if self._measures_noise:
+                refuse_micro_batches(args)
         self._scoring = False  # inside a training batch whose no-grad passes should return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
         self._rewards_per_function: Tensor | None = None
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         self._seconds: dict[str, float] = {}
+        self._backward_norms: BackwardNorms | None = None  # from the first step on, where gradient noise is measured
+        self._micro_batches: list[Tensor] = []  # squared gradient norms since the last optimizer step
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
             refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
         if self._needs & EXACT_NORMS:
             exact_norms.trainable(self.model)  # too many parameters are refused before the first rollout
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                raise ValueError(
-                    f"{baselines.name_of(baseline)} needs exact norms, which need whole parameters on every process; "
-                    "FSDP and DeepSpeed shard them. Use plain data parallelism, or a baseline with the proxy."
-                )
+            self._refuse_sharding(f"{baselines.name_of(baseline)} needs exact norms", "a baseline with the proxy")
+        if self._measures_noise:
+            self._refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
+
+    def _refuse_sharding(self, what: str, instead: str) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                f"{what}, and whole parameters on every process with it; FSDP and DeepSpeed shard them. Use plain data "
+                f"parallelism, or {instead}."
+            )
 
     # ---- rollouts -> advantages
 
@@ -138,6 +153,10 @@ class OTBTrainer(GRPOTrainer):
                 "that need one per rollout were not refused. Declare it: @declare(per_token=True)."
             )
         output["advantages"] = packed[:, 0] if per_rollout else own.unpack(packed[:, : own.width])
+        if self._measures_noise:
+            if "pixel_values" in output:
+                raise ValueError("measure_gradient_noise=True keeps prompt groups whole, which images do not allow.")
+            output["row"] = torch.arange(len(own.mask), device=own.mask.device)  # undoes TRL's shuffle
         self._log_rollouts(rollouts, baseline, advantages, output)
         if baselines.carries_state(self.baseline):
             self.baseline.update(rollouts)
@@ -329,6 +348,53 @@ class OTBTrainer(GRPOTrainer):
         finally:
             model.forward = trl_forward
 
+    # ---- gradient noise, from micro-batches of whole prompt groups
+
+    def _prepare_inputs(self, generation_batch):
+        """TRL shuffles the rows of a generation before it cuts micro-batches: here they are put back in their order.
+
+        A group's baseline is made of its own rollouts, so that micro-batches which share a group are not independent.
+        """
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self._measures_noise or not self.model.training:
+            return inputs
+        self._backward_norms.start(self.accelerator.device)
+        if self._buffered_inputs is before:
+            return inputs
+        order = torch.cat([batch.pop("row") for batch in self._buffered_inputs])
+        self._buffered_inputs = whole_groups(self._buffered_inputs, order)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def training_step(self, *args, **kwargs):
+        if self._measures_noise and self._backward_norms is None:
+            self._backward_norms = BackwardNorms(self.accelerator.unwrap_model(self.model).parameters())
+        loss = super().training_step(*args, **kwargs)
+        if self._measures_noise:
+            self._micro_batches.append(self._backward_norms.take())
+        return loss
+
+    def _get_grad_norm(self, *args, **kwargs):
+        """Asked once per optimizer step, before it: the norm of the gradient of all processes, before clipping."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        if self._measures_noise:
+            self._log_gradient_noise(float(norm))
+        return norm
+
+    def _log_gradient_noise(self, norm: float) -> None:
+        squares, self._micro_batches = torch.stack(self._micro_batches), []
+        count = len(squares)  # the loss of a micro-batch is divided by it: `squares` are of gradients / count
+        squares = self.accelerator.gather(squares)
+        rows, groups = self.args.per_device_train_batch_size, self.num_generations
+        noise, signal = noise_and_signal(
+            float(squares.mean()) * count**2, norm**2, rows // groups, len(squares) * rows // groups
+        )
+        measured = {"gradient_noise": noise, "gradient_signal": signal}
+        if "verl_power" in self._metrics["train"]:
+            measured["verl_noise"] = verl_noise(self._metrics["train"]["verl_power"][-1], norm, len(squares) * rows)
+        for name, value in measured.items():
+            self._metrics["train"][name].append(value)
+
     # ---- what is logged
 
     def _log_rollouts(self, rollouts, baseline, advantages: Tensor, output: dict) -> None:
@@ -387,6 +453,20 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def refuse_micro_batches(args: GRPOConfig) -> None:
+    """Raises ValueError where a step has no two micro-batches of whole prompt groups to measure gradient noise on."""
+    rows, group_size = args.per_device_train_batch_size, args.num_generations
+    micro_batches = args.gradient_accumulation_steps * args.world_size
+    if args.fp16:
+        raise ValueError("measure_gradient_noise=True reads gradients, which fp16=True scales. Use bf16=True.")
+    if micro_batches < 2 or rows % group_size:
+        raise ValueError(
+            f"measure_gradient_noise=True compares micro-batches of whole prompt groups; a step has {micro_batches} of "
+            f"{rows} rollouts in groups of {group_size}. Set per_device_train_batch_size to a multiple of "
+            "num_generations and gradient_accumulation_steps to 2 or more."
+        )
 
 
 def prompts_with_responses(output: dict) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from otb import OTBTrainer
 from otb.baselines import declare
 from otb.baselines.energy_probe import EnergyProbe
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
-from tests.trainers import RecordingTrainer, byte_reward, config, dataset
+from tests.trainers import RecordingTrainer, byte_reward, config, dataset, group_gradients
 
 
 class RankTrainer(RecordingTrainer):
@@ -77,6 +77,31 @@ def probe(policy: str, output: str) -> None:
     torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
 
 
+class NoiseTrainer(OTBTrainer):
+    """Writes the gradient of each of this rank's prompt groups, before the weights change."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        file = Path(self.args.output_dir, f"gradients-rank{self.accelerator.process_index}.pt")
+        torch.save(group_gradients(self, output), file)
+        return output
+
+
+def noise(policy: str, output: str) -> None:
+    """One step of two micro-batches a rank, of two groups each."""
+    options = dict(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=4)
+    trainer = NoiseTrainer(
+        AutoModelForCausalLM.from_pretrained(policy),
+        byte_reward,
+        config(output, measure_gradient_noise=True, ddp_find_unused_parameters=False, **options),
+        dataset(),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+    )
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        Path(output, "metrics.json").write_text(json.dumps(trainer.state.log_history[0]))
+
+
 def main(policy: str, output: str) -> None:
     # 6 rollouts a rank in groups of 4: the second group has two rollouts on either rank
     options = dict(max_steps=1, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
@@ -90,4 +115,4 @@ def main(policy: str, output: str) -> None:
 
 
 if __name__ == "__main__":
-    {"otb": main, "probe": probe}[sys.argv[1]](*sys.argv[2:])
+    {"otb": main, "probe": probe, "noise": noise}[sys.argv[1]](*sys.argv[2:])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from otb.baselines.energy_probe import EnergyProbe
@@ -66,3 +67,13 @@ def test_probe_of_two_ranks_is_that_of_one_process_that_sees_all_rollouts(tmp_pa
         alone.update(seen)
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(value, saved[name], msg=name)
+
+
+def test_gradient_noise_of_two_ranks_is_that_of_all_their_groups(tmp_path, untrained, tokenizer):
+    run_ranks("noise", tmp_path, tokenizer)
+    gradients = torch.cat([torch.load(tmp_path / f"gradients-rank{rank}.pt") for rank in (0, 1)]).double()
+    batches = gradients.view(4, 2, -1).mean(1)  # two ranks x two micro-batches, of two groups each
+    small, large = batches.square().sum(1).mean(), gradients.mean(0).square().sum()
+    logged = json.loads((tmp_path / "metrics.json").read_text())
+    assert logged["gradient_noise"] == pytest.approx(float((small - large) / (1 / 2 - 1 / 8)), rel=1e-3)
+    assert logged["gradient_signal"] == pytest.approx(float((8 * large - 2 * small) / 6), rel=1e-3, abs=1e-6)

@@ -54,6 +54,22 @@ class RecordingTrainer(OTBTrainer):
         return output
 
 
+def group_gradients(trainer, output) -> torch.Tensor:
+    """(P, n): of each prompt group of this process, the gradient of -sum_t A_t log pi_t / (group size x longest)."""
+    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
+    attention = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
+    model, mask = trainer.accelerator.unwrap_model(trainer.model), output["completion_mask"]
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1][:, -mask.shape[1] :] / trainer.temperature
+    log_probs = logits.log_softmax(-1).gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    advantages = output["advantages"] if output["advantages"].dim() == 2 else output["advantages"].unsqueeze(1)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    losses = -(advantages * log_probs * mask).view(-1, trainer.num_generations, mask.shape[1]).mean(1).sum(-1)
+    found = [
+        torch.autograd.grad(loss / trainer.max_completion_length, parameters, retain_graph=True) for loss in losses
+    ]
+    return torch.stack([torch.cat([g.flatten() for g in gradients]) for gradients in found])
+
+
 def naive_otb_advantages(trainer, output) -> torch.Tensor:
     """otb with tail='zero' by Python loops over the full logits; (B, C). One process, groups contiguous."""
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)

@@ -33,7 +33,7 @@ class StatefulBaseline(Protocol):
     """A baseline that learns over the steps. Its value for a step depends on the state that earlier steps left."""
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Of a micro-batch: rows, tensors (B, ...) that are kept, and totals, which are summed. For hidden_states.
+        """Of a micro-batch: rows, tensors (B, ...) that are kept, and totals, to be summed. With hidden_states only.
 
         A row's second dimension may be that of the own tokens: it is padded with 0 to the widest micro-batch. Both are
         in `rollouts.reduced` and `rollouts.totals` afterwards, of all rollouts and all processes.
