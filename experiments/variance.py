@@ -26,7 +26,7 @@ from experiments import settings
 from otb.records import RunError, write_atomically
 from otb.run_lock import RunLock
 
-QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 6, "oracle.rollouts": 4}
+QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
 SMALLEST = {"prompts": 2, "samples": 4, "fit_steps": 1, "prompts_per_step": 1, "partitions": 1, "sketch": 16, "seed": 0}
 SMALLEST |= {"oracle.prompts": 0, "oracle.rollouts": 1, "oracle.continuations": 2}

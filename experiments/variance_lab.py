@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -59,17 +59,17 @@ class Steps:
     def __exit__(self, *exception) -> None:
         self._bars.stop()
 
-    def follow(self, description: str, futures: list[Future]) -> list:
-        """Waits for all, in their order; raises what one of them raised."""
-        if not futures:
-            return []
-        bar = self._bars.add_task(description, total=len(futures))
-        for future in as_completed(futures):
-            future.result()
-            self._bars.advance(bar)
+    def follow(self, description: str, total: int, submitted: Iterable[Future]) -> list:
+        """Results in the order of submission, which may itself take long; raises what one of them raised."""
+        bar, futures = self._bars.add_task(description, total=total), []
+        for future in submitted:
+            future.add_done_callback(lambda _: self._bars.advance(bar))
+            futures.append(future)
+        found = [future.result() for future in futures]
+        self._bars.update(bar, completed=total)  # what was there already counts as done
         if not self._bars.console.is_terminal:
-            print(f"{description}: {len(futures)} done", flush=True)
-        return [future.result() for future in futures]
+            print(f"{description}: {total} done, {total - len(found)} of them before", flush=True)
+        return found
 
     def warm_start(self, step: int, steps: int, loss: float) -> None:
         if not self._bars.tasks:
@@ -128,11 +128,11 @@ class Measurements:
                 f"prompts={cfg.prompts} and fit_steps={cfg.fit_steps} x prompts_per_step={cfg.prompts_per_step} need "
                 f"{len(fit) + cfg.prompts} prompts; the task has {len(rows)}. Try fit_steps=5."
             )
-        futures = self._measured("judged", rows[: cfg.prompts], cfg.samples, with_scores=True)
-        steps.follow("exact scores", futures)
-        steps.follow("prompts to fit on", self._measured("fit", fit, max(cfg.group_sizes), with_scores=False))
-        if inputs.environment is None and cfg.oracle.prompts:
-            steps.follow("oracle", self._bounded(rows[: min(cfg.oracle.prompts, cfg.prompts)]))
+        judged, bounded = rows[: cfg.prompts], rows[: min(cfg.oracle.prompts, cfg.prompts)]
+        steps.follow("exact scores", len(judged), self._measured("judged", judged, cfg.samples))
+        steps.follow("prompts to fit on", len(fit), self._measured("fit", fit, max(cfg.group_sizes)))
+        if inputs.environment is None and bounded:
+            steps.follow("oracle", len(bounded), self._bounded(bounded))
         self.judged = [self._file("judged", i, cfg.samples) for i in range(cfg.prompts)]
         self.fit = [self._file("fit", i, max(cfg.group_sizes)) for i in range(len(fit))]
         self.bounds = [file if (file := self._bound_file(i)).exists() else None for i in range(cfg.prompts)]
@@ -145,22 +145,21 @@ class Measurements:
         name = f"oracle-{index:04d}-{self._cfg.samples}-{oracle.rollouts}-{oracle.continuations}.pt"
         return self._folder / "prompts" / name
 
-    def _measured(self, kind: str, rows: list[dict], samples: int, with_scores: bool) -> list[Future]:
-        """Samples the prompts that have no file yet and hands their rollouts to the pool."""
-        at_once, futures = 1 if with_scores else max(1, ROLLOUTS_AT_ONCE // samples), []
+    def _measured(self, kind: str, rows: list[dict], samples: int) -> Iterator[Future]:
+        """Samples the prompts that have no file yet and hands their rollouts to the pool; scores of the judged ones."""
+        at_once = 1 if kind == "judged" else max(1, ROLLOUTS_AT_ONCE // samples)
         for start in range(0, len(rows), at_once):  # the same prompts together whatever is missing: the same rollouts
             files = [self._file(kind, i, samples) for i in range(start, min(start + at_once, len(rows)))]
             if all(file.exists() for file in files):
                 continue
             drawn = self._sample(kind, rows[start : start + at_once], start, samples)
             for file, rollouts in zip(files, drawn, strict=True):
-                task = partial(workers.measure_prompt, rollouts, with_scores)
-                futures.append(self._pool.submit(workers.whole_file, task, file))
-        return futures
+                task = partial(workers.measure_prompt, rollouts, kind == "judged")
+                yield self._pool.submit(workers.whole_file, task, file)
 
-    def _bounded(self, rows: list[dict]) -> list[Future]:
+    def _bounded(self, rows: list[dict]) -> Iterator[Future]:
         """Continues the first of the judged rollouts of each prompt, which are drawn once more for it."""
-        cfg, futures = self._cfg, []
+        cfg = self._cfg
         for i, row in enumerate(rows):
             if self._bound_file(i).exists():
                 continue
@@ -173,8 +172,7 @@ class Measurements:
                 )
             given = (self._inputs.tokenizer, self._inputs.task, row, drawn, cfg.oracle.continuations, cfg.seed + i)
             task = partial(workers.bound_prompt, *given)
-            futures.append(self._pool.submit(workers.whole_file, task, self._bound_file(i)))
-        return futures
+            yield self._pool.submit(workers.whole_file, task, self._bound_file(i))
 
     def _sample(self, kind: str, rows: list[dict], first: int, samples: int) -> list:
         if self._sampler is None:
@@ -195,8 +193,6 @@ def judged(cfg: DictConfig, names: list[str], files: Measurements, pool, steps: 
         estimators |= {(name, size): fitted(baseline, fit, size, cfg.prompts_per_step) for size in sizes}
     reference = estimators[REFERENCE, max(sizes)]
     tasks = zip(range(cfg.prompts), files.judged, files.bounds, strict=True)
-    futures = [
-        pool.submit(workers.judge_prompt, index, file, estimators, reference, cfg.partitions, bound)
-        for index, file, bound in tasks
-    ]
-    return pd.DataFrame([row for rows in steps.follow("estimators", futures) for row in rows])
+    given = (estimators, reference, cfg.partitions)
+    futures = (pool.submit(workers.judge_prompt, index, file, *given, bound) for index, file, bound in tasks)
+    return pd.DataFrame([row for rows in steps.follow("estimators", cfg.prompts, futures) for row in rows])
