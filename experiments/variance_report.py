@@ -37,12 +37,15 @@ def estimator_table(results: pd.DataFrame, size: int) -> Table:
     """Sorted by noise; the interval is over prompts."""
     prompts = int(results.prompts.iloc[0])
     title = f"N = {size}: noise-to-signal relative to rloo, {prompts} prompts, 95 % intervals over prompts"
-    table = Table("estimator", "noise / rloo", "interval", "noise", "bias", "1 - cos^2", "scale", "cosine", title=title)
+    table = Table("estimator", "noise / rloo", "interval", "/ energy_probe", title=title)
+    for column in ("noise", "bias", "1 - cos^2", "scale", "cosine"):
+        table.add_column(column)
     has_oracle = "energy_ratio" in results and results.energy_ratio.notna().any()
     if has_oracle:
         table.add_column("energy / oracle")
     for row in results.sort_values("relative_noise").itertuples():
         cells = [f"{row.relative_noise:.2f}", f"[{row.relative_noise_low:.2f}, {row.relative_noise_high:.2f}]"]
+        cells += [f"{row.over_probe:.2f} [{row.over_probe_low:.2f}, {row.over_probe_high:.2f}]"]
         cells += [f"{row.noise:.2f}", f"{row.bias:.3f}", f"{row.direction_bias:.3f}", f"{row.scale:.2f}"]
         cells += [f"{row.cosine:.2f}", *([f"{row.energy_ratio:.2f}"] if has_oracle else [])]
         table.add_row(row.estimator, *cells)

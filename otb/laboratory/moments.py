@@ -53,14 +53,15 @@ def partitions(rollouts: int, size: int, count: int, generator: torch.Generator)
     return torch.stack(draws).unflatten(1, (groups, size))
 
 
-def judge(table: pd.DataFrame, against: str = "rloo", seed: int = 0) -> pd.DataFrame:
+def judge(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     """One row per estimator and group size, with 95 % bootstrap intervals over prompts (`_low`, `_high`).
 
     table: a row per prompt, estimator and group_size with MOMENTS. All estimators are resampled together, so that the
     ratios are paired. With sums over prompts and c = overlap / truth, the estimator's scale:
         variance           power - signal, mean over prompts
         noise              variance / (c^2 truth): noise-to-signal once the estimator is divided by its scale
-        relative_noise     noise over that of `against` at the same group size
+        relative_noise     noise over that of rloo at the same group size
+        over_probe         noise over that of energy_probe at the same group size
         scale              c
         bias               ||E g - mu||^2 / ||mu||^2
         direction_bias     1 - cos^2(E g, mu)
@@ -80,8 +81,9 @@ def judge(table: pd.DataFrame, against: str = "rloo", seed: int = 0) -> pd.DataF
             found["energy_ratio"] = np.array([known.energy.sum() / found["scale"][0] ** 2 / known.oracle_energy.sum()])
         rows.append({"estimator": estimator, "group_size": size, "prompts": len(prompts), **found})
     for row in rows:
-        reference = noises.get((against, row["group_size"]))
-        row["relative_noise"] = row["noise"] / reference if reference is not None else np.full(len(weights), np.nan)
+        for column, against in (("relative_noise", "rloo"), ("over_probe", "energy_probe")):
+            if (against, row["group_size"]) in noises:
+                row[column] = row["noise"] / noises[against, row["group_size"]]
     return pd.DataFrame([interval_columns(row) for row in rows])
 
 
