@@ -13,6 +13,7 @@ import pandas as pd
 
 from analysis.style import PAGE, colour, figure, keep_numbers, marker, save
 
+RATIOS = ("relative_noise", "over_probe")
 SHARES = np.linspace(0, 1, 201)[1:]
 
 
@@ -102,11 +103,31 @@ def side_by_side(measurements: dict[str, pd.DataFrame], sizes: tuple[int, ...]):
     return axes[0]
 
 
+def markdown(results: pd.DataFrame, sizes: tuple[int, ...]) -> str:
+    """Noise relative to rloo with its interval, over energy_probe's, and the direction bias, per group size."""
+    order = results[results.group_size == sizes[0]].sort_values("relative_noise").estimator
+    cells = results.set_index(["estimator", "group_size"])
+    head = [f"N={size} {column}" for size in sizes for column in ("noise / rloo", "/ energy_probe", "1 - cos^2")]
+    lines = [f"| estimator | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    for name in order:
+        shown = []
+        for size in sizes:
+            row = cells.loc[name, size]
+            shown += [f"{row[c]:.2f} [{row[f'{c}_low']:.2f}, {row[f'{c}_high']:.2f}]" for c in RATIOS]
+            shown.append(f"{row.direction_bias:.3f} [{row.direction_bias_low:.3f}, {row.direction_bias_high:.3f}]")
+        lines.append(f"| `{name}` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 def main(folders: list[Path], out: Path) -> None:
+    """Tables of each folder on standard output, one figure of all."""
     measurements = {folder.name.rpartition("-")[0]: pd.read_csv(folder / "estimators.csv") for folder in folders}
     sizes = sorted(set.intersection(*(set(results.group_size) for results in measurements.values())))
-    for file in save(side_by_side(measurements, (sizes[0], sizes[-1]) if len(sizes) > 1 else tuple(sizes)), out):
-        print(file)
+    ends = (sizes[0], sizes[-1]) if len(sizes) > 1 else tuple(sizes)
+    for name, results in measurements.items():
+        print(f"### {name}, {int(results.prompts.iloc[0])} prompts\n\n{markdown(results, ends)}\n")
+    for file in save(side_by_side(measurements, ends), out):
+        print(file, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ COLOURS = {
     "otb_loo": "#F4A582",
     "otb_carry_loo": "#B2A000",
     "sequence_energy_loo": "#117733",
+    "trajectory_cv": "#E7298A",
 }
 SPARE = ("#882255", "#44AA99", "#999933", "#332288", "#DDCC77", "#117733")  # Tol's muted set, for further arms
 DASHES = {0: "-", 1: "--", 2: ":", 3: "-."}

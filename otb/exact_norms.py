@@ -46,9 +46,15 @@ def prefix_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temper
         for some in in_chunks(prefixes, parameters):
             norms[row, done : done + len(some)] = squared_norms(scores(log_probs, parameters, some))
             done += len(some)
-        if length:
-            norms[row, length:] = norms[row, length - 1]
-    return norms
+    return kept_after_end(norms, own_tokens)
+
+
+def kept_after_end(norms: Tensor, lengths: Tensor) -> Tensor:
+    """Norms of prefixes (..., T) with the last own token's value at t >= lengths (...); 0 without own tokens."""
+    if not norms.shape[-1]:
+        return norms
+    last = norms.gather(-1, (lengths.long() - 1).clamp(min=0).unsqueeze(-1))
+    return torch.where(torch.arange(norms.shape[-1], device=norms.device) < lengths.unsqueeze(-1), norms, last)
 
 
 def scores(log_probs: Tensor, parameters: list[Tensor], weights: Tensor) -> list[Tensor]:

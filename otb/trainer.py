@@ -163,12 +163,16 @@ class OTBTrainer(GRPOTrainer):
 
     def _gathered_groups(self, own: OwnTokens, totals: dict, reduced: dict, **measured: Tensor) -> RolloutGroups:
         """The prompt groups of all processes. Of this one: measured and reduced rows (B, ...), totals of any shape."""
+        lengths = self._gathered(own.lengths)
+        measured = {name: self._gathered(rows) for name, rows in measured.items()}
+        if "prefix_norms" in measured:  # another process's rollouts may be longer
+            measured["prefix_norms"] = exact_norms.kept_after_end(measured["prefix_norms"], lengths)
         return RolloutGroups(
             rewards=self._in_groups(self._summed_rewards()),
-            lengths=self._in_groups(self.accelerator.gather(own.lengths)),
+            lengths=lengths,
             reduced={name: self._gathered(rows) for name, rows in reduced.items()},
             totals={name: self.accelerator.reduce(total, reduction="sum") for name, total in totals.items()},
-            **{name: self._gathered(rows) for name, rows in measured.items()},
+            **measured,
         )
 
     def _gathered(self, rows: Tensor) -> Tensor:
@@ -225,7 +229,8 @@ class OTBTrainer(GRPOTrainer):
 
     def _exact_norms(self, output: dict, norms: Callable) -> Tensor:
         """Exact norms of this process's rollouts, with rho times the score where TRL corrects for the sampler."""
-        own, ids, attention_mask = response_mask(output), *prompts_with_responses(output)
+        ids, attention_mask = prompts_with_responses(output)
+        own = response_mask(output)
         on_prompt = torch.zeros_like(output["prompt_mask"])
         rho = output.get("importance_sampling_ratio")
         if rho is not None:
@@ -241,8 +246,6 @@ class OTBTrainer(GRPOTrainer):
             # Under LoRA the reference model's pass runs through the same model: only identity tells them apart.
             if log_probs is output.get("old_per_token_logps"):
                 return log_probs, log_sum_sq_probs
-        if "pixel_values" in output:
-            raise ValueError("Images beside a baseline that needs score norms are not supported; use baseline=rloo.")
         return self._own_pass(output)
 
     def _own_pass(self, output: dict, reduced: list | None = None) -> tuple[Tensor, Tensor]:
@@ -283,7 +286,7 @@ class OTBTrainer(GRPOTrainer):
         first = self.accelerator.process_index * len(output["completion_ids"])
         return TokenStates(
             own=own.own,
-            hidden_states=own.pack(hidden_states.float()),
+            hidden_states=own.pack(hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()),
             log_probs=own.pack(log_probs),
             score_norms=None if w is None else own.pack(w),
             scored=~self._summed_rewards()[first + rows].isnan(),
@@ -470,7 +473,9 @@ def refuse_micro_batches(args: GRPOConfig) -> None:
 
 
 def prompts_with_responses(output: dict) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask (B, L), the prompt's in front."""
+    """Token ids and attention mask (B, L), the prompt's in front. Raises ValueError where they are not all there is."""
+    if "pixel_values" in output:
+        raise ValueError("Images beside a baseline that needs a pass of its own are not supported; use baseline=rloo.")
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
     return ids, torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
 

@@ -1,6 +1,7 @@
 """Synthetic run directories with known answers, and real ones: what the tests of analysis/ load."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +28,12 @@ def write_run(
     noise: float = 0.0,
     changes: dict | None = None,
     environment: dict | None = None,
+    measures: Callable[[int], dict] = lambda step: {},
     **facts,
 ) -> Path:
     """A run whose accuracy is start + rate * step (capped at 0.9), 0.02 from collapse_at on; no noise by default.
 
+    measures(step): further metrics of a step.
     Own tokens per step: PROMPTS * group_size * TOKENS_PER_ROLLOUT. total_power is 0.2, half of it for otb.
     """
     path = folder / f"{baseline}-n{group_size}-seed{seed}"
@@ -69,7 +72,7 @@ def write_run(
         }
         row |= {"response_length_mean": 25.0, "energy_mean": 1.0, "total_power": 0.1 if baseline == "otb" else 0.2}
         row |= {"seconds_sampling": 0.5, "seconds_scoring": 0.01, "seconds_advantages": 0.04, "seconds_loss": 0.45}
-        rows.append(row | {"seconds_step": 1.0, "peak_memory_bytes": 2**29})
+        rows.append(row | {"seconds_step": 1.0, "peak_memory_bytes": 2**29} | measures(step))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluations = [
         {"step": step, "accuracy": accuracy(step), "pass_at_k": 0.9, "own_tokens_total": tokens * step}

@@ -41,7 +41,7 @@ class RankTrainer(RecordingTrainer):
         return output
 
 
-@declare(needs={"hidden_states", "score_norms", "sequence_norms"}, per_token=True)
+@declare(needs={"hidden_states", "score_norms", "sequence_norms", "prefix_norms"}, per_token=True)
 class KeepingProbe(EnergyProbe):
     """An energy probe that keeps what this rank handed it and what it knew of all ranks' rollouts."""
 
@@ -56,7 +56,7 @@ class KeepingProbe(EnergyProbe):
 
     def update(self, rollouts):
         super().update(rollouts)
-        names = ("rewards", "lengths", "score_norms", "sequence_norms", "reduced", "totals")
+        names = ("rewards", "lengths", "score_norms", "sequence_norms", "prefix_norms", "reduced", "totals")
         self.kept.append({name: getattr(rollouts, name) for name in names})
 
 

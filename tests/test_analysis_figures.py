@@ -114,6 +114,22 @@ def test_arms_without_energy_are_named_on_the_variance_figure(table):
     assert "not recorded: RLOO, N=32, RLOO, N=4" in axes[0].get_title("left")
 
 
+def test_measured_noise_stands_beside_the_proxies_on_one_scale(tmp_path):
+    for baseline, noise in (("grpo", 3.0), ("otb", 2.0)):
+        for seed in range(3):
+            measured = {"gradient_noise": noise, "gradient_signal": 0.1, "verl_noise": noise / 5}
+            write_run(tmp_path, baseline, seed=seed, measures=lambda step, row=measured: row)
+    axes = variance(load(tmp_path, cache=False).used)
+    assert [ax.get_ylabel().split("\n")[0] for ax in axes][::2] == [
+        "measured gradient noise",
+        "verl's form of the noise",
+    ]
+    assert len({ax.get_ylim() for ax in axes}) == 1 and all("relative to OTB" in ax.get_ylabel() for ax in axes)
+    shown = style.numbers(axes).groupby(["metric", "baseline"]).estimate.mean()
+    for metric, ratio in (("gradient_noise", 1.5), ("verl_noise", 1.5), ("total_power", 2.0)):
+        assert shown[metric, "otb"] == pytest.approx(1) and shown[metric, "grpo"] == pytest.approx(ratio)
+
+
 def test_relative_power_by_hand(table):
     run = table[(table.run == "otb-n4-seed0") & (table.step.between(1, 2))]
     # total_power 0.1, energy 1, reward variance p (1 - p) at accuracies 0.43 and 0.46

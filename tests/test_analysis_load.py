@@ -3,16 +3,29 @@
 import json
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from analysis import load as load_module
 from analysis.arms import one_setting
 from analysis.load import load
-from analysis.marks import setting_differences
+from analysis.marks import arm_name, setting_differences
 from otb.records import RunError
 from tests.analysis_runs import write_run, write_sweep
+
+
+def stem(file):
+    return file.stem
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parent.parent / "conf" / "baseline").glob("*.yaml")), ids=stem)
+def test_an_arm_as_shipped_is_called_as_on_the_command_line(file):
+    arguments = {f"baseline.{key}": value for key, value in yaml.safe_load(file.read_text()).items()}
+    called = {"otb_carry": "otb tail=carry"}.get(file.stem, file.stem)
+    assert arm_name({"kind": "otb", **arguments}) == called
 
 
 def test_a_row_per_run_and_step_with_evaluations_joined(tmp_path):

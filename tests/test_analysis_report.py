@@ -95,6 +95,33 @@ def test_the_proxy_alone_never_decides_the_variance_claim(tmp_path):
     assert any("no variance" in row.why for row in c1) and any("units of a spread" in row.why for row in c1)
 
 
+def noisy(folder, signal=lambda step: 0.5):
+    """OTB's gradient is ten times as large as GRPO's: noise 100 against 2, signal 50 against `signal` on average."""
+    for seed in range(5):
+        jitter = 1 + 0.001 * seed
+        otb = {"gradient_noise": 100.0 * jitter, "gradient_signal": 50.0, "verl_noise": 0.01}
+        write_run(folder, "otb", 4, seed, measures=lambda step, row=otb: row)
+        grpo = {"gradient_noise": 2.0 * jitter, "verl_noise": 0.01}
+        write_run(folder, "grpo", 4, seed, measures=lambda step, row=grpo: row | {"gradient_signal": signal(step)})
+    return findings(folder)["C1"]
+
+
+def test_measured_noise_is_compared_relative_to_the_signal(tmp_path):
+    (row,) = noisy(tmp_path)  # 100 / 50 against 2 / 0.5: half
+    assert row.verdict == SUPPORTED and row.effect.estimate == pytest.approx(0.5, abs=0.01)
+    assert "proxy" not in row.comparison
+
+
+def test_a_signal_that_is_negative_in_single_steps_enters_by_its_sum(tmp_path):
+    (row,) = noisy(tmp_path, signal=lambda step: 3.0 if step % 2 else -2.0)
+    assert row.verdict == SUPPORTED and row.effect.estimate == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_signal_that_drowned_leaves_the_variance_claim_undecided(tmp_path):
+    (row,) = noisy(tmp_path, signal=lambda step: -0.1)
+    assert row.verdict == UNDECIDED and "drowned" in row.why
+
+
 def test_stability_is_undecided_where_no_rival_collapsed_and_supported_where_all_did(tmp_path):
     assert "not put to the test" in findings(write_sweep(tmp_path / "calm", seeds=3))["C2"][0].why
     for seed in range(5):

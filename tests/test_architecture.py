@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 IMPORT = re.compile(r"(import|from) \w")  # at the top: inside a function or under TYPE_CHECKING it is indented
 ANALYSIS_MAY_IMPORT = {"otb.records"}
-LEAVES = ("score_norms", "exact_norms", "grading", "models", "records", "tiny_policy", "options")
+LEAVES = ("score_norms", "exact_norms", "gradient_noise", "grading", "models", "records", "tiny_policy", "options")
 LEAF_MAY_IMPORT = {
     "grading": {"otb.grader_process"},
     "models": {"otb.records", "otb.tiny_policy", "otb.warm_start", "otb.tasks.arithmetic"},

@@ -65,6 +65,8 @@ def test_probe_of_two_ranks_is_that_of_one_process_that_sees_all_rollouts(tmp_pa
         torch.testing.assert_close(seen.reduced["values"], step["reduced"]["values"])
         assert seen.rewards.shape == (3, 4) and (seen.sequence_norms > 0).eq(seen.lengths > 0).all()
         alone.update(seen)
+        last = step["prefix_norms"][..., -1]  # kept after the end, also where the other rank has the longest rollout
+        torch.testing.assert_close(last, step["sequence_norms"], rtol=1e-4, atol=1e-4)
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(value, saved[name], msg=name)
 
