@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 
 import torch
 
-from otb.baselines import carries_state
 from otb.rollouts import RolloutGroups, TokenStates
+from otb.score_norms import logit_gradient_proxy
 
 WIDTH = 4  # of the hidden states
 
@@ -19,10 +19,16 @@ def random_groups(seed=0, prompts=5, group_size=6, tokens=9, dtype=torch.float32
 
     lengths = torch.randint(1, tokens + 1, (prompts, group_size), generator=generator)
     own = torch.arange(tokens) < lengths.unsqueeze(-1)
+    rewards, pi, spread = random(), random(tokens), random(tokens)
+    log_probs = pi.clamp(0.01, 0.99).log() * own
+    # what is left of 1 lies on one other token (spread 1) or on very many (spread 0)
+    log_sum_sq_probs = ((2 * log_probs).exp() + log_probs.expm1().square() * spread).log() * own
     return RolloutGroups(
-        rewards=random(),
+        rewards=rewards,
         lengths=lengths,
-        score_norms=random(tokens) * 2 * own,
+        score_norms=logit_gradient_proxy(log_probs, log_sum_sq_probs) * own,
+        log_probs=log_probs,
+        log_sum_sq_probs=log_sum_sq_probs,
         sequence_norms=random() * 9,
         prefix_norms=(random(tokens) * own).cumsum(-1),
         reduced={"hidden": (random(tokens, WIDTH) - 0.3) * own.unsqueeze(-1)},
@@ -38,19 +44,23 @@ def taken(rollouts: RolloutGroups, order: torch.Tensor) -> RolloutGroups:
 
 def token_states(rollouts: RolloutGroups, rows=slice(None)) -> TokenStates:
     """Of the rollouts `rows`, counted through all groups."""
-    own = (torch.arange(rollouts.score_norms.shape[2]) < rollouts.lengths.unsqueeze(-1)).flatten(0, 1)[rows]
+
+    def some(values):
+        return None if values is None else values.flatten(0, 1)[rows]
+
+    own = some(torch.arange(rollouts.score_norms.shape[2]) < rollouts.lengths.unsqueeze(-1))
     return TokenStates(
         own=own,
-        hidden_states=rollouts.reduced["hidden"].flatten(0, 1)[rows] * own.unsqueeze(-1),
-        log_probs=-rollouts.score_norms.flatten(0, 1)[rows],
-        score_norms=rollouts.score_norms.flatten(0, 1)[rows],
-        scored=rollouts.scored.flatten()[rows],
+        hidden_states=some(rollouts.reduced["hidden"]) * own.unsqueeze(-1),
+        log_probs=some(rollouts.log_probs),
+        score_norms=some(rollouts.score_norms),
+        scored=some(rollouts.scored),
     )
 
 
 def seen_by(baseline, rollouts: RolloutGroups) -> RolloutGroups:
     """`rollouts` with what the baseline's `reduce` makes of their hidden states; as they are for one that has none."""
-    if not carries_state(baseline):
+    if not hasattr(baseline, "reduce"):
         return rollouts
     rows, totals = baseline.reduce(token_states(rollouts))
     reduced = {name: row.unflatten(0, rollouts.rewards.shape) for name, row in rows.items()}

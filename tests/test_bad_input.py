@@ -79,6 +79,12 @@ SETTINGS = {
     "baseline=energy_probe baseline.decai=0.5": ("baseline.decai", "no argument of", "Did you mean decay?"),
     "baseline=energy_probe baseline.group_correction=yess": ("group_correction=yess", "true or false", "Try "),
     "baseline=energy_probe trainer.top_p=0.9": ("top_p=0.9", "not the distribution sampled from", "Use top_p=1.0"),
+    "baseline=trajectory_cv baseline.pseudo_rollouts=0": (
+        "pseudo_rollouts=0",
+        "must be above 0",
+        "Try pseudo_rollouts",
+    ),
+    "baseline=trajectory_cv trainer.top_k=5": ("top_k=5", "not the distribution sampled from", "Use top_k=0"),
     "baseline=value baseline.epochs=0": ("baseline.epochs=0", "whole number >= 1", "Try baseline.epochs=10"),
     "baseline=damped_probe group_size=1": ("group_size=1", "needs at least 2", "works with one rollout"),
     "baseline=otb_loo baseline.tail=own": ("baseline.tail=own", "is not one of carry, zero", ""),

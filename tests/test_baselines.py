@@ -22,6 +22,7 @@ from otb.baselines.otb_loo import otb_loo
 from otb.baselines.rloo import rloo
 from otb.baselines.sequence_energy import sequence_energy
 from otb.baselines.sequence_energy_loo import sequence_energy_loo
+from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
 from otb.metrics import advantage_metrics, energy_metrics
 from otb.rollouts import OwnTokens, RolloutGroups
@@ -29,6 +30,7 @@ from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from tests.groups import learned, random_groups, seen_by, taken
 
 NAN = float("nan")
+PER_TOKEN = ("score_norms", "prefix_norms", "log_probs", "log_sum_sq_probs")
 otb_own, otb_carry = partial(otb, tail="own"), partial(otb, tail="carry")
 otb_exact_own, otb_loo_zero = partial(otb_exact, tail="own"), partial(otb_loo, tail="zero")
 LEAVE_ONE_OUT = [rloo, otb_loo, otb_loo_zero, otb_carry_loo, sequence_energy_loo]
@@ -37,12 +39,13 @@ LEARNED = [
     learned(EnergyProbe(group_correction=True)),
     learned(DampedProbe()),
     learned(Value()),
+    learned(TrajectoryCV()),
 ]
 # otb has no baseline in a lone tail; what is learned knows no single prompt
 CENTRED = [group_mean, grpo, rloo, opo, sequence_energy, otb_own, otb_carry, ob_exact, otb_exact_own]
-CENTRED += [otb_loo, otb_carry_loo, sequence_energy_loo, EnergyProbe(), DampedProbe()]
+CENTRED += [otb_loo, otb_carry_loo, sequence_energy_loo, EnergyProbe(), DampedProbe(), TrajectoryCV()]
 ALL = [none, group_mean, grpo, *LEAVE_ONE_OUT, opo, sequence_energy, otb, otb_own, otb_carry, ob_exact, otb_exact]
-ALL += [otb_exact_own, EnergyProbe(), DampedProbe(), Value(), *LEARNED]
+ALL += [otb_exact_own, EnergyProbe(), DampedProbe(), Value(), TrajectoryCV(), *LEARNED]
 
 
 def label(baseline):
@@ -203,7 +206,7 @@ def test_rollout_without_own_tokens_and_an_unscored_group_give_finite_advantages
     rollouts = random_groups()
     rewards, own_tokens = rollouts.rewards.clone(), torch.ones_like(rollouts.rewards)
     rewards[0], own_tokens[:, 1], own_tokens[1] = NAN, 0, 0
-    per_token = {name: getattr(rollouts, name) * own_tokens.unsqueeze(-1) for name in ("score_norms", "prefix_norms")}
+    per_token = {name: getattr(rollouts, name) * own_tokens.unsqueeze(-1) for name in PER_TOKEN}
     odd = replace(rollouts, rewards=rewards, lengths=rollouts.lengths * own_tokens.long(), **per_token)
     result = used(baseline, replace(odd, sequence_norms=rollouts.sequence_norms * own_tokens))
     assert result.isfinite().all()
@@ -214,7 +217,7 @@ def test_rollout_without_own_tokens_and_an_unscored_group_give_finite_advantages
 def test_a_step_without_any_own_token_gives_advantages_and_metrics(baseline):
     """Every rollout of a step may be truncated and masked: T is 0 then."""
     some = taken(random_groups(prompts=1), torch.tensor([0, 1]))
-    nothing = {name: getattr(some, name)[..., :0] for name in ("score_norms", "prefix_norms")}
+    nothing = {name: getattr(some, name)[..., :0] for name in PER_TOKEN}
     hidden = {"hidden": some.reduced["hidden"][:, :, :0]}
     rollouts = replace(
         some, lengths=some.lengths * 0, sequence_norms=some.sequence_norms * 0, **nothing, reduced=hidden
@@ -227,10 +230,10 @@ def test_a_step_without_any_own_token_gives_advantages_and_metrics(baseline):
 
 
 def test_energy_metrics_are_those_of_the_scored_rollouts():
-    # the second rollout is unscored: power 0.5^2 x 2 and energy 2 of the first alone
+    # the second rollout is unscored: power 0.5^2 x 2 and energy 2 of the first alone, whose advantages are all alike
     rollouts = groups([[1.0, NAN]], norms=[[[1.0, 1.0], [2.0]]])
     metrics = energy_metrics(rollouts, torch.tensor([[[0.5, 0.5], [0.0, 0.0]]]))
-    assert metrics == {"energy_mean": 2.0, "energy_spread": 0.0, "total_power": 0.5}
+    assert metrics == {"energy_mean": 2.0, "energy_spread": 0.0, "total_power": 0.5, "verl_power": 0.5}
 
 
 ENERGY = [sequence_energy, otb, otb_own, otb_carry, otb_loo, otb_carry_loo, sequence_energy_loo]
@@ -261,8 +264,9 @@ def test_baseline_functions_do_not_change_their_input(baseline):
     rollouts = seen_by(baseline, random_groups())
 
     def tensors():
-        fields = (rollouts.rewards, rollouts.lengths, rollouts.score_norms, rollouts.sequence_norms)
-        return [*fields, rollouts.prefix_norms, *rollouts.reduced.values(), *rollouts.totals.values()]
+        fields = [rollouts.rewards, rollouts.lengths, rollouts.sequence_norms]
+        fields += [getattr(rollouts, name) for name in PER_TOKEN]
+        return [*fields, *rollouts.reduced.values(), *rollouts.totals.values()]
 
     before = [tensor.clone() for tensor in tensors()]
     advantages(rollouts, baseline(rollouts))

@@ -20,6 +20,7 @@ from otb.baselines.otb_loo import otb_loo
 from otb.baselines.rloo import rloo
 from otb.baselines.sequence_energy import sequence_energy
 from otb.baselines.sequence_energy_loo import sequence_energy_loo
+from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
 from otb.rollouts import RolloutGroups, TokenStates
 from tests.groups import learned, random_groups, seen_by, token_states
@@ -29,7 +30,9 @@ PROBES = {
     "corrected": partial(EnergyProbe, group_correction=True),
     "damped": DampedProbe,
     "value": Value,
+    "trajectory_cv": TrajectoryCV,
 }
+REDUCING = {name: make for name, make in PROBES.items() if hasattr(make(), "reduce")}
 
 
 def value_of(baseline, rollouts):
@@ -187,7 +190,7 @@ def test_earlier_steps_count_less_by_the_decay():
     torch.testing.assert_close(value_of(twice, step), value_of(once, step))
 
 
-@pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
+@pytest.mark.parametrize("make", REDUCING.values(), ids=REDUCING)
 def test_two_micro_batches_are_one(make):
     baseline, rollouts = learned(make()), random_groups()
     whole, whole_totals = baseline.reduce(token_states(rollouts))
@@ -214,7 +217,7 @@ def test_state_survives_a_file_and_goes_on_as_if_nothing_had_happened(make, tmp_
     fresh.update(seen_by(fresh, step))
 
 
-@pytest.mark.parametrize("make", [EnergyProbe, partial(EnergyProbe, group_correction=True), Value])
+@pytest.mark.parametrize("make", [EnergyProbe, partial(EnergyProbe, group_correction=True), Value, TrajectoryCV])
 def test_one_rollout_a_prompt_is_enough(make):
     step = random_groups(prompts=12, group_size=1)
     baseline = learned(make(), prompts=12, group_size=1)
@@ -239,12 +242,14 @@ def test_unscored_rollouts_teach_nothing():
     step = random_groups()
     rewards = step.rewards.clone()
     rewards[:, 4] = torch.nan
-    states = step.reduced["hidden"].clone()
+    states, log_probs = step.reduced["hidden"].clone(), step.log_probs.clone()
     states[:, 4] *= 100
+    log_probs[:, 4] *= 2
     for make in PROBES.values():
         one, other = make(), make()
         one.update(seen_by(one, replace(step, rewards=rewards)))
-        other.update(seen_by(other, replace(step, rewards=rewards, reduced={"hidden": states})))
+        changed = replace(step, rewards=rewards, reduced={"hidden": states}, log_probs=log_probs)
+        other.update(seen_by(other, changed))
         others = [0, 1, 2, 3, 5]
         mine, theirs = (value_of(baseline, step) for baseline in (one, other))
         torch.testing.assert_close(getattr(mine, "value", mine)[:, others], getattr(theirs, "value", theirs)[:, others])

@@ -120,6 +120,7 @@ def test_a_run_killed_in_the_middle_of_something_equals_an_uninterrupted_one(
         dict(baseline="grpo"),
         dict(baseline="energy_probe", baseline__group_correction="true"),
         dict(baseline="value", model__rollouts_per_forward=4),
+        dict(baseline="trajectory_cv"),
         dict(trainer__num_iterations=2),
         dict(measure_gradient_noise="true", model__rollouts_per_forward=4),
         dict(model__lora__r=4),

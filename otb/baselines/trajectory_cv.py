@@ -38,7 +38,8 @@ class TrajectoryCV(OnlineRidge):
     Unbiased: given the prefix before token u, E[pi_u - S_u] = 0, so E[q_u s_t] = E[E[q_u | prefix] s_t] = 0 for u > t,
     as s_t is settled by then; B_t as for any function of the prefix. q_t itself is left in: s_t depends on it.
     Before the first update the baseline is the mean reward of the group's other rollouts (0 with N = 1).
-    Cost: that of `otb`, one no-grad forward unless TRL makes one, and moments of 22 features per token. No hidden
+    Not quite so under importance sampling: there E[pi_u] = S_u holds for the policy, not for what drew the token.
+    Cost: that of `otb`, one no-grad forward unless TRL makes one, and moments of 20 features per token. No hidden
     states. Choose it where `energy_probe` would be chosen; docs/variance.md has both measured.
     """
 
@@ -47,8 +48,7 @@ class TrajectoryCV(OnlineRidge):
         if not self.fitted:
             return mean_of_others(rollouts)
         features = self._features(rollouts)
-        values = features @ self._kept("coefficients", features)
-        return values.to(rollouts.rewards.dtype)
+        return (features @ self._kept("coefficients", features)).to(rollouts.rewards.dtype)
 
     def update(self, rollouts: RolloutGroups) -> None:
         if not rollouts.alive.any():
@@ -78,9 +78,8 @@ class TrajectoryCV(OnlineRidge):
         )
 
     def _fit(self, name: str) -> Tensor:
-        return ridge(
-            *(self._state[f"{name}_{part}"] for part in ("moments", "target", "rollouts")), self.pseudo_rollouts
-        )
+        sums = (self._state[f"{name}_{part}"] for part in ("moments", "target", "rollouts"))
+        return ridge(*sums, self.pseudo_rollouts)
 
     def _features(self, rollouts: RolloutGroups) -> Tensor:
         """[phi_t, U_t, U_t^2, sum_{u>t} (U_u, U_u^2, U_u S_u) (pi_u - S_u), 1], (P, G, T, D)."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 MOMENTS = ("power", "signal", "overlap", "truth")
 RESAMPLES = 4000
+TAIL = 0.025  # of a 95 % interval
 
 
 def moments(rollout_gradients: Tensor, reference: Tensor, members: Tensor) -> dict[str, float]:
@@ -88,7 +89,11 @@ def judge(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
 
 
 def statistics(power, signal, overlap, truth, prompts: int) -> dict[str, np.ndarray]:
-    """What `judge` documents, from sums over prompts; NaN where a denominator is not positive."""
+    """What `judge` documents, from sums over prompts (arrays).
+
+    NaN where an estimate of what must be positive is not: ||mu||^2 or ||E g||^2 lost in the noise.
+    """
+    truth, known_signal = (np.where(estimate > 0, estimate, np.nan) for estimate in (truth, signal))
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = overlap / truth
         return {
@@ -96,13 +101,14 @@ def statistics(power, signal, overlap, truth, prompts: int) -> dict[str, np.ndar
             "noise": (power - signal) / (scale**2 * truth),
             "scale": scale,
             "bias": (signal - 2 * overlap + truth) / truth,
-            "direction_bias": 1 - overlap**2 / (signal * truth),
+            "direction_bias": 1 - overlap**2 / (known_signal * truth),
             "cosine": overlap / np.sqrt(power * truth),
         }
 
 
 def interval_columns(row: dict) -> dict:
-    """Arrays (sample, resamples...) -> value, _low and _high."""
+    """Arrays (sample, resamples...) -> value, _low and _high; no interval (NaN) where resamples are NaN more often than
+    a tail of it is wide: those would have been its widest."""
     columns = {}
     for name, value in row.items():
         if not isinstance(value, np.ndarray):
@@ -110,7 +116,7 @@ def interval_columns(row: dict) -> dict:
             continue
         columns[name] = value[0]
         if len(value) > 1:
-            known = np.isfinite(value[1:]).any()
-            interval = np.nanquantile(value[1:], (0.025, 0.975)) if known else (np.nan, np.nan)
+            unknown = np.isnan(value[1:]).mean() > TAIL
+            interval = (np.nan, np.nan) if unknown else np.nanquantile(value[1:], (TAIL, 1 - TAIL))
             columns |= dict(zip((f"{name}_low", f"{name}_high"), interval, strict=True))
     return columns

@@ -19,7 +19,11 @@ SEQUENCES_AT_ONCE = 768
 
 @torch.no_grad()
 def oracle(model, tokenizer, task, row: dict, rollout: Rollout, continuations: int, temperature: float) -> Tensor:
-    """(2, T): the two estimates of the optimal baseline at each own token, from half of `continuations` each."""
+    """(2, T): the two estimates of the optimal baseline at each own token, from half of `continuations` each.
+
+    `continuations` is even. rollout: single-turn, its own tokens are all that follow the prompt. row: its row of the
+    dataset, what `task.reward` reads beside the response. An estimate is 0 where every continuation had w = 0.
+    """
     start = int(rollout.own.nonzero()[0])
     own = len(rollout.ids) - start
     weights, rewards = [], []
@@ -49,6 +53,7 @@ def continued(model, tokenizer, task, row, prefixes, start: int, count: int, tem
         temperature=temperature,
         top_k=0,
         top_p=1.0,
+        repetition_penalty=1.0,
         max_new_tokens=task.max_completion_length - (min(map(len, prefixes)) - start),
         output_logits=True,
         return_dict_in_generate=True,
@@ -62,7 +67,9 @@ def continued(model, tokenizer, task, row, prefixes, start: int, count: int, tem
         response = torch.cat([prefixes[i // count][start:], tokens])[: task.max_completion_length]
         ended = (response == tokenizer.eos_token_id).nonzero()
         texts.append(response[: int(ended[0])] if len(ended) else response)
-    messages = [[{"role": "assistant", "content": text}] for text in tokenizer.batch_decode(texts)]
+    messages = [
+        [{"role": "assistant", "content": text}] for text in tokenizer.batch_decode(texts, skip_special_tokens=True)
+    ]
     rewards = task.reward(
         messages, **{name: [value] * len(messages) for name, value in row.items() if name != "prompt"}
     )

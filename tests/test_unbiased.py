@@ -1,0 +1,211 @@
+"""Which estimators are unbiased: expectations over every group that a toy policy can draw, and a bandit by hand."""
+
+import re
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from otb.advantages import advantages
+from otb.baselines import min_group_size_of
+from otb.baselines.damped_probe import DampedProbe
+from otb.baselines.energy_probe import EnergyProbe
+from otb.baselines.group_mean import group_mean
+from otb.baselines.grpo import grpo
+from otb.baselines.none import none
+from otb.baselines.ob_exact import ob_exact
+from otb.baselines.opo import opo
+from otb.baselines.otb import otb
+from otb.baselines.otb_carry_loo import otb_carry_loo
+from otb.baselines.otb_exact import otb_exact
+from otb.baselines.otb_loo import otb_loo
+from otb.baselines.rloo import rloo
+from otb.baselines.sequence_energy import sequence_energy
+from otb.baselines.sequence_energy_loo import sequence_energy_loo
+from otb.baselines.trajectory_cv import TrajectoryCV
+from otb.baselines.value import Value
+from otb.rollouts import RolloutGroups
+from otb.score_norms import logit_gradient_proxy
+from tests.toy_policy import PREFIXES, RESPONSES, ToyPolicy
+
+ROOT = Path(__file__).resolve().parent.parent
+POLICY = ToyPolicy()
+LOOSE = {"pseudo_rollouts": 1.0}  # a fit that is worth something after three small steps
+
+
+def taught(baseline):
+    """Made for a group size: a baseline after three steps."""
+    return lambda size: POLICY.taught(baseline, size)
+
+
+def taught_and_corrected(size):
+    """With the group correction switched on, whatever strength it would choose."""
+    probe = POLICY.taught(EnergyProbe(group_correction=True, **LOOSE), size)
+    probe._state["strength"] = torch.tensor(1.0)
+    return probe
+
+
+def only(baseline):
+    return lambda size: baseline
+
+
+UNBIASED = {
+    "none": only(none),
+    "rloo": only(rloo),
+    "otb_loo": only(otb_loo),
+    "otb_loo_zero": only(partial(otb_loo, tail="zero")),
+    "otb_carry_loo": only(otb_carry_loo),
+    "sequence_energy_loo": only(sequence_energy_loo),
+    "energy_probe_at_first": only(EnergyProbe()),
+    "energy_probe": taught(EnergyProbe(**LOOSE)),
+    "energy_probe_corrected_at_first": only(EnergyProbe(group_correction=True)),
+    "energy_probe_corrected": taught_and_corrected,
+    "value_at_first": only(Value()),
+    "value": taught(Value(learning_rate=0.1)),
+    "trajectory_cv_at_first": only(TrajectoryCV()),
+    "trajectory_cv": taught(TrajectoryCV(**LOOSE)),
+}
+# why: a rollout is in its own baseline (or damping) with a weight that depends on the tokens which it multiplies
+BIASED = {
+    "otb": only(otb),
+    "otb_own": only(partial(otb, tail="own")),
+    "otb_carry": only(partial(otb, tail="carry")),
+    "otb_exact": only(otb_exact),
+    "sequence_energy": only(sequence_energy),
+    "opo": only(opo),
+    "ob_exact": only(ob_exact),
+    "damped_probe_at_first": only(DampedProbe()),
+    "damped_probe": taught(DampedProbe(**LOOSE)),
+}
+
+
+def relative_error(found, expected=POLICY.gradient):
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_toy_policy_is_whole():
+    assert len(RESPONSES) == 15 and len(PREFIXES) == 7
+    torch.testing.assert_close(POLICY.probabilities.sum(), torch.tensor(1.0, dtype=torch.float64))
+    # E[s] = 0; the proxy is the squared norm of a token's score, as the logits are the parameters
+    assert torch.einsum("i,itd->d", POLICY.probabilities, POLICY.scores).abs().max() < 1e-15
+    torch.testing.assert_close(POLICY.scores.square().sum(-1), POLICY.score_norms)
+    assert POLICY.gradient.norm() > 0.1
+
+
+def test_every_baseline_of_the_project_is_held_to_its_word():
+    known = {re.sub("_(at_first|corrected|zero|own).*", "", name) for name in UNBIASED | BIASED}
+    assert known | {"group_mean", "grpo"} == {path.stem for path in (ROOT / "conf" / "baseline").glob("*.yaml")}
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [(name, size) for name, make in UNBIASED.items() for size in (1, 2, 3) if size >= min_group_size_of(make(2))],
+)
+def test_expected_gradient_is_the_gradient(name, size):
+    baseline = UNBIASED[name](size)
+    assert relative_error(POLICY.expected(baseline, size)[0]) < 1e-12
+    if "at_first" not in name and name != "none" and size > 1:  # and a baseline was there at all
+        assert POLICY.expected(baseline, size)[1] != POLICY.expected(none, size)[1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", BIASED)
+def test_self_inclusion_and_damping_change_the_expected_gradient_and_its_direction(name, size):
+    expected, _ = POLICY.expected(BIASED[name](size), size)
+    cosine = torch.cosine_similarity(expected, POLICY.gradient, dim=0)
+    assert relative_error(expected) > 0.1 and 0.5 < cosine < 1 - 1e-5
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_group_mean_shrinks_the_gradient_by_one_nth_and_grpo_bends_it(size):
+    """R_i - mean R = (1 - 1 / N) (R_i - mean of the others); the deviation that grpo divides by depends on R_i."""
+    expected, power = POLICY.expected(group_mean, size)
+    torch.testing.assert_close(expected, POLICY.gradient * (size - 1) / size)
+    assert power == pytest.approx(POLICY.expected(rloo, size)[1] * ((size - 1) / size) ** 2)
+    bent = torch.cosine_similarity(POLICY.expected(grpo, size)[0], POLICY.gradient, dim=0)
+    assert bent < 1 - 1e-3
+
+
+def test_bias_of_otb_vanishes_with_the_group_and_an_advantage_of_0_in_the_tail_would_bias_leave_one_out():
+    carry = partial(otb, tail="carry")
+    assert relative_error(POLICY.expected(carry, 3)[0]) < relative_error(POLICY.expected(carry, 2)[0])
+
+    def dropped_tail(rollouts):
+        """What the docstring of otb_loo warns of: a rollout that nobody else accompanies learns nothing there."""
+        value = otb_loo(rollouts)
+        return rollouts.returns.where(rollouts.lone & rollouts.own, value)
+
+    assert relative_error(POLICY.expected(dropped_tail, 2)[0]) > 0.05
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_learned_baselines_have_less_noise_than_rloo_at_two_rollouts_a_prompt(seed):
+    """After 20 steps. Not a law: the rewards of the 15 responses are random numbers."""
+    policy = ToyPolicy(seed)
+    for baseline in (EnergyProbe(**LOOSE), TrajectoryCV(**LOOSE), Value(learning_rate=0.1)):
+        assert policy.expected(policy.taught(baseline, 2, steps=20), 2)[1] < policy.expected(rloo, 2)[1]
+
+
+# ---- one token out of two: token 1 has probability p = 0.3 and reward r1 = 1, token 0 q = 0.7 and r0 = 0.2
+#
+# The scores are s(1) = q u and s(0) = -p u with u = (1, -1), so that w(1) = 2 q^2, w(0) = 2 p^2 and the gradient is
+# p q d u with d = r1 - r0. A group of two is (1, 1) with p^2, (0, 0) with q^2 and mixed with 2 p q.
+
+P, Q, R1, R0 = 0.3, 0.7, 1.0, 0.2
+D = R1 - R0
+# One rollout without a baseline has variance 2 p q (q r1 + p r0)^2: it vanishes where E[w R] / E[w] = q r1 + p r0 is
+# taken off the rewards. Two of them: half of that.
+NONE = P * Q * (Q * R1 + P * R0) ** 2
+# rloo: advantages d and -d in a mixed group, 0 else. g = (d q u + d p u) / 2 = d u / 2 with 2 p q, ||g||^2 = d^2 / 2:
+# E||g||^2 = p q d^2, less ||E g||^2 = 2 p^2 q^2 d^2.
+RLOO = P * Q * D**2 * (1 - 2 * P * Q)
+# Those that include a rollout in its own baseline multiply this g by a number, as only mixed groups have a gradient.
+# Shares of the weight omega(1), omega(0): advantages (1 - omega(1)) d and -(1 - omega(0)) d, so that
+# g = ((1 - omega(1)) q + (1 - omega(0)) p) d u / 2. Halves: 1 / 2. By w: omega(1) = q^2 / (p^2 + q^2), which leaves
+# (p^2 q + q^2 p) / (p^2 + q^2) = p q / (p^2 + q^2).
+BY_ENERGY = P * Q / (P**2 + Q**2)
+# grpo: (d / 2) / (d / sqrt 2 + 1e-4) in the place of d
+BY_DEVIATION = 0.5 / (D / 2**0.5 + 1e-4)
+BANDIT = {
+    "none": (none, 1, NONE),
+    "rloo": (rloo, 1, RLOO),
+    "otb_loo": (otb_loo, 1, RLOO),  # one other: whatever its weight, its reward is the mean
+    "otb_carry_loo": (otb_carry_loo, 1, RLOO),
+    "sequence_energy_loo": (sequence_energy_loo, 1, RLOO),
+    "energy_probe_at_first": (EnergyProbe(), 1, RLOO),
+    "trajectory_cv_at_first": (TrajectoryCV(), 1, RLOO),
+    "group_mean": (group_mean, 1 / 2, RLOO / 4),
+    "opo": (opo, 1 / 2, RLOO / 4),  # of equal lengths
+    "grpo": (grpo, BY_DEVIATION, RLOO * BY_DEVIATION**2),
+    "otb": (otb, BY_ENERGY, RLOO * BY_ENERGY**2),
+    "otb_exact": (otb_exact, BY_ENERGY, RLOO * BY_ENERGY**2),
+    "sequence_energy": (sequence_energy, BY_ENERGY, RLOO * BY_ENERGY**2),
+    "ob_exact": (ob_exact, BY_ENERGY, RLOO * BY_ENERGY**2),
+    "damped_probe_at_first": (DampedProbe(), BY_ENERGY, RLOO * BY_ENERGY**2),
+}
+
+
+@pytest.mark.parametrize("name", BANDIT)
+def test_bandit_has_the_variance_that_is_worked_out_by_hand(name):
+    baseline, scale, variance = BANDIT[name]
+    tokens = torch.tensor(list(product([0, 1], repeat=2)))  # (4, 2): the groups
+    log_probs = torch.tensor([Q, P], dtype=torch.float64).log()[tokens].unsqueeze(-1)
+    log_sum_sq_probs = torch.full_like(log_probs, P**2 + Q**2).log()
+    w = logit_gradient_proxy(log_probs, log_sum_sq_probs)
+    rollouts = RolloutGroups(
+        rewards=torch.tensor([R0, R1], dtype=torch.float64)[tokens],
+        lengths=torch.ones_like(tokens),
+        score_norms=w,
+        sequence_norms=w.squeeze(-1),
+        prefix_norms=w,
+        log_probs=log_probs,
+        log_sum_sq_probs=log_sum_sq_probs,
+    )
+    along_u = torch.tensor([-P, Q], dtype=torch.float64)[tokens]  # the score is this times u, and ||u||^2 = 2
+    g = (advantages(rollouts, baseline(rollouts)).squeeze(-1) * along_u).mean(1)
+    probability = log_probs.squeeze(-1).sum(1).exp()
+    expected = probability @ g
+    assert float(expected) == pytest.approx(scale * P * Q * D, rel=1e-6)
+    assert float(2 * (probability @ g.square() - expected.square())) == pytest.approx(variance, rel=1e-6)
