@@ -119,16 +119,16 @@ def markdown(results: pd.DataFrame, sizes: tuple[int, ...]) -> str:
     return "\n".join(lines)
 
 
-def main(folders: list[Path], out: Path) -> None:
-    """Tables of each folder on standard output, one figure of all."""
+def main(folders: list[Path]) -> None:
+    """Tables of each folder on standard output; one figure of all, laboratory.png, beside the first folder."""
     measurements = {folder.name.rpartition("-")[0]: pd.read_csv(folder / "estimators.csv") for folder in folders}
     sizes = sorted(set.intersection(*(set(results.group_size) for results in measurements.values())))
     ends = (sizes[0], sizes[-1]) if len(sizes) > 1 else tuple(sizes)
     for name, results in measurements.items():
         print(f"### {name}, {int(results.prompts.iloc[0])} prompts\n\n{markdown(results, ends)}\n")
-    for file in save(side_by_side(measurements, ends), out):
-        print(file, file=sys.stderr)
+    for file in save(side_by_side(measurements, ends), folders[0].parent / "laboratory"):
+        print(file, file=sys.stderr)  # the tables alone can be redirected
 
 
 if __name__ == "__main__":
-    main([Path(folder) for folder in sys.argv[1:]], Path("figures/laboratory"))
+    main([Path(folder) for folder in sys.argv[1:]])
