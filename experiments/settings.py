@@ -108,8 +108,8 @@ def refuse_unknown_choices(arguments: list[str], config_name: str = "config") ->
     """Raises RunError for syntax errors, unknown keys and unknown group choices, with the choices and a near miss."""
     config = OmegaConf.to_container(OmegaConf.load(CONF / f"{config_name}.yaml"), resolve=False)
     sections = {name: list(node) for name, node in config.items() if isinstance(node, dict) and name != "hydra"}
-    keys = [*config, *GROUPS]
-    keys.remove("defaults")
+    groups = [name for default in config.pop("defaults") if isinstance(default, dict) for name in default]
+    keys = [*config, *(group for group in groups if group in GROUPS)]
     for argument in get_args_parser().parse_args(arguments).overrides:  # not the `job` of `--cfg job`
         try:
             override = OverridesParser.create().parse_override(argument)
@@ -152,29 +152,47 @@ def check(cfg: DictConfig) -> None:
     """Raises RunError for a configuration that cannot run as written. Reads no dataset and loads no model."""
     whole = {"group_size": 1, "prompts_per_step": 1, "steps": 1, "evaluation.samples": 1}
     whole |= {"seed": 0, "evaluation.every": 0, "checkpoint_every": 0, "rollouts.every": 0, "rollouts.groups": 0}
-    for key, smallest in whole.items():
+    check_whole_numbers(cfg, whole)
+    _check_positive(cfg, "learning_rate", "1e-6")
+    for key in ("log_energy", "measure_gradient_noise", "deterministic", "overwrite"):
+        check_true_or_false(cfg, key)
+    check_policy_and_task(cfg)
+    _check_trainer(cfg)
+    _check_baseline(cfg)
+    _check_batches(cfg)
+
+
+def check_whole_numbers(cfg: DictConfig, smallest: dict[str, int]) -> None:
+    """Raises RunError unless each key is a whole number of at least what is given."""
+    for key, least in smallest.items():
         value = OmegaConf.select(cfg, key)
-        if type(value) is not int or value < smallest:
-            raise RunError(f"{key}={value} must be a whole number >= {smallest}. Try {key}={max(smallest, 1)}.")
-    for key, example in {"learning_rate": "1e-6", "temperature": "1.0"}.items():
-        value = cfg[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise RunError(f"{key}={value} must be a positive number. Try {key}={example}.")
+        if type(value) is not int or value < least:
+            raise RunError(f"{key}={value} must be a whole number >= {least}. Try {key}={max(least, 1)}.")
+
+
+def check_true_or_false(cfg: DictConfig, key: str) -> None:
+    if not isinstance(cfg[key], bool):
+        raise RunError(f"{key}={cfg[key]} must be true or false. Try {key}=false.")
+
+
+def check_policy_and_task(cfg: DictConfig) -> None:
+    """What a run and a measurement have in common: temperature, task, sandbox, model. Raises RunError."""
+    _check_positive(cfg, "temperature", "1.0")
     if cfg.max_prompt_length is not None and (type(cfg.max_prompt_length) is not int or cfg.max_prompt_length < 1):
         raise RunError(
             f"max_prompt_length={cfg.max_prompt_length} must be a whole number >= 1, or null for the model's limit. "
             "Try max_prompt_length=null."
         )
-    for key in ("log_energy", "measure_gradient_noise", "deterministic", "overwrite"):
-        if not isinstance(cfg[key], bool):
-            raise RunError(f"{key}={cfg[key]} must be true or false. Try {key}=false.")
     _check_target("task", cfg.task)
     if build(cfg, "task").environment is not None:
         _check_sandbox(cfg)
     _check_model(cfg)
-    _check_trainer(cfg)
-    _check_baseline(cfg)
-    _check_batches(cfg)
+
+
+def _check_positive(cfg: DictConfig, key: str, example: str) -> None:
+    value = cfg[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise RunError(f"{key}={value} must be a positive number. Try {key}={example}.")
 
 
 def build(cfg: DictConfig, group: str):

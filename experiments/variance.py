@@ -26,6 +26,7 @@ from experiments import settings
 from otb.records import RunError, write_atomically
 from otb.run_lock import RunLock
 
+REFUSED, INTERRUPTED = 2, 130  # exit codes; 1 is a crash
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
 SMALLEST = {"prompts": 2, "samples": 4, "fit_steps": 1, "prompts_per_step": 1, "partitions": 1, "sketch": 16, "seed": 0}
@@ -34,10 +35,19 @@ SMALLEST |= {"oracle.prompts": 0, "oracle.rollouts": 1, "oracle.continuations": 
 
 @hydra.main(version_base="1.3", config_path=str(settings.CONF), config_name="variance")
 def main(cfg: DictConfig) -> None:
+    hydra_cfg = HydraConfig.get()
+    try:
+        settings.check_true_or_false(cfg, "quick")
+        apply_quick(cfg, [override.lstrip("+").split("=")[0] for override in hydra_cfg.overrides.task])
+        measure(cfg, check(cfg), directory(cfg, hydra_cfg.runtime.choices))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
+
+
+def measure(cfg: DictConfig, names: list[str], folder: Path) -> None:
+    """names: of the estimators; folder: where what is measured stays."""
     started = time.monotonic()
-    apply_quick(cfg, [override.split("=")[0] for override in HydraConfig.get().overrides.task])
-    names = check(cfg)
-    folder = directory(cfg, HydraConfig.get().runtime.choices)
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock(folder), settings.opened_sandbox(cfg) as sandbox:
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
@@ -56,27 +66,34 @@ def apply_quick(cfg: DictConfig, given: list[str]) -> None:
 
 def check(cfg: DictConfig) -> list[str]:
     """Raises RunError for what cannot be measured as written. -> the estimators' names."""
-    for key, smallest in SMALLEST.items():
-        value = OmegaConf.select(cfg, key)
-        if type(value) is not int or value < smallest:
-            raise RunError(f"{key}={value} must be a whole number >= {smallest}. Try {key}={max(smallest, 1)}.")
-    sizes = OmegaConf.to_container(cfg.group_sizes)
-    if not sizes or any(type(size) is not int or size < 2 or 2 * size > cfg.samples for size in sizes):
+    settings.check_whole_numbers(cfg, SMALLEST if cfg.workers is None else SMALLEST | {"workers": 1})
+    sizes = OmegaConf.to_container(cfg)["group_sizes"]
+    if not isinstance(sizes, list) or not sizes or not all(type(n) is int and 2 <= n <= cfg.samples / 2 for n in sizes):
         raise RunError(
-            f"group_sizes={sizes} must be whole numbers from 2 to samples / 2 = {cfg.samples // 2}: variances need two "
-            "groups. Try group_sizes=[4,8]."
+            f"group_sizes={sizes} must be whole numbers from 2 to samples / 2 = {cfg.samples // 2}: a variance "
+            "needs two groups. Try group_sizes=[4,8]."
         )
     if cfg.oracle.continuations % 2:
-        raise RunError(f"oracle.continuations={cfg.oracle.continuations} must be even: two halves make two estimates.")
-    if cfg.checkpoint is not None and not Path(cfg.checkpoint).expanduser().is_dir():
+        raise RunError(
+            f"oracle.continuations={cfg.oracle.continuations} must be even, as two halves make two estimates. Try "
+            f"oracle.continuations={cfg.oracle.continuations + 1}."
+        )
+    if cfg.checkpoint is not None and not Path(str(cfg.checkpoint)).expanduser().is_dir():
         raise RunError(f"checkpoint={cfg.checkpoint} is not a folder. Give RUN/checkpoints/step-XXXXXXXX.")
+    names = estimators(cfg)
+    settings.check_policy_and_task(cfg)
+    return names
+
+
+def estimators(cfg: DictConfig) -> list[str]:
+    """Their names: those that all are compared with, and what is asked for."""
     known = sorted(path.stem for path in (settings.CONF / "baseline").glob("*.yaml"))
-    names = known if cfg.estimators is None else list(cfg.estimators)
-    for name in names:
+    asked = known if cfg.estimators is None else OmegaConf.to_container(cfg)["estimators"]
+    asked = [asked] if isinstance(asked, str) else asked
+    for name in asked:
         if name not in known:
             raise RunError(f"estimators: {name} is no baseline.{settings.near_miss(name, known)} Known: {known}.")
-    settings.build(cfg, "task")
-    return list(dict.fromkeys(["rloo", "energy_probe", *names]))  # what the others are compared with, and the reference
+    return list(dict.fromkeys(["rloo", "energy_probe", *asked]))
 
 
 def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
@@ -87,13 +104,19 @@ def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
     return Path(cfg.runs_dir) / "variance" / "-".join([choices["task"], choices["model"], *checkpoint, digest])
 
 
-if __name__ == "__main__":
+def command_line(arguments: list[str]) -> None:
+    """`python experiments/variance.py ARGUMENTS`. Exits with 2 for what is refused, 130 after Ctrl-C."""
+    sys.argv = [str(Path(__file__)), *settings.accept_open_keys(arguments)]
     try:
         settings.refuse_unknown_choices(sys.argv[1:], "variance")
         main()
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(REFUSED)
     except KeyboardInterrupt:
         print("stopped; the same command goes on with what is not measured yet", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    command_line(sys.argv[1:])

@@ -25,6 +25,7 @@ from otb.laboratory.estimators import Prompt, fitted
 from otb.laboratory.sampling import Sampler
 from otb.laboratory.scores import Measured
 from otb.models import load_model, policy_folder
+from otb.options import refuse_generation
 from otb.records import RunError
 
 REFERENCE = "energy_probe"  # unbiased and independent of the rollouts judged: its gradients stand for the truth
@@ -80,7 +81,8 @@ class Steps:
 def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
     """What loads the policy in any process; a fresh LoRA adapter is drawn once and kept in `folder`.
 
-    Raises RunError where it cannot be loaded, or has too many parameters for exact scores.
+    Raises RunError where it cannot be loaded, has too many parameters for exact scores, or would be sampled otherwise
+    than from its softmax.
     """
     checkpoint = None if cfg.checkpoint is None else str(Path(cfg.checkpoint).expanduser().resolve())
     adapter = None
@@ -95,8 +97,10 @@ def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
             set_seed(cfg.seed)
             get_peft_model(load_model(base, cfg.model.revision, "float32"), lora).save_pretrained(adapter)
     load = partial(load_policy, base, cfg.model.revision, adapter)
+    model = load()
     try:
-        trainable(load())
+        trainable(model)
+        refuse_generation(model.generation_config.to_dict(), "the model's generation_config.json")
     except ValueError as error:
         raise RunError(str(error)) from error
     return load
