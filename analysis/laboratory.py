@@ -14,6 +14,7 @@ import pandas as pd
 from analysis.style import PAGE, colour, figure, keep_numbers, marker, save
 
 RATIOS = ("relative_noise", "over_probe")
+SHOWN = (4, 32)  # group sizes, where they were measured
 SHARES = np.linspace(0, 1, 201)[1:]
 
 
@@ -123,7 +124,7 @@ def main(folders: list[Path]) -> None:
     """Tables of each folder on standard output; one figure of all, laboratory.png, beside the first folder."""
     measurements = {folder.name.rpartition("-")[0]: pd.read_csv(folder / "estimators.csv") for folder in folders}
     sizes = sorted(set.intersection(*(set(results.group_size) for results in measurements.values())))
-    ends = (sizes[0], sizes[-1]) if len(sizes) > 1 else tuple(sizes)
+    ends = SHOWN if set(SHOWN) <= set(sizes) else tuple(dict.fromkeys((sizes[0], sizes[-1])))
     for name, results in measurements.items():
         print(f"### {name}, {int(results.prompts.iloc[0])} prompts\n\n{markdown(results, ends)}\n")
     for file in save(side_by_side(measurements, ends), folders[0].parent / "laboratory"):
