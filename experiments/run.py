@@ -23,6 +23,7 @@ from experiments import settings
 from experiments.sweep import JobFile
 from otb.records import RunDirectory, RunError, timestamp, unwritable, write_atomically
 from otb.run_lock import RunLock
+from otb.warning_signal import EXIT_CODE, Interrupted, listen
 
 REFUSED, INTERRUPTED = 2, 130  # exit codes; 1 is a crash
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -55,6 +56,8 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
 
     name: what the lines of this run begin with in a sweep; None for a single run, which also gets a table at its end.
     """
+    if "SLURM_JOB_ID" in os.environ:
+        listen()
     directory = RunDirectory(path)
     is_main = int(os.environ.get("RANK", 0)) == 0
     anew = starts_anew(cfg, directory)
@@ -77,6 +80,10 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
                     from experiments.train import train  # torch, transformers and trl: seconds, so only now
 
                     train(cfg, directory, lock, command, progress, sandbox)
+            except Interrupted:
+                if is_main and lock.held():
+                    directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps)
+                raise
             except BaseException as error:
                 if is_main and lock.held():
                     note_failure(directory, cfg.steps, error)
@@ -176,6 +183,9 @@ def command_line(arguments: list[str]) -> None:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(REFUSED)
+    except Interrupted as interruption:
+        print(f"{interruption}; the same command goes on from it", file=sys.stderr)
+        sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
         sys.exit(INTERRUPTED)
