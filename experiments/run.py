@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import settings
-from experiments.sweep import JobFile
+from experiments.sweep import JobFile, sweep_arguments
 from otb.records import RunDirectory, RunError, timestamp, unwritable, write_atomically
 from otb.run_lock import RunLock
 from otb.warning_signal import EXIT_CODE, Interrupted, listen
@@ -176,7 +176,7 @@ def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
 
 def command_line(arguments: list[str]) -> None:
     """`python experiments/run.py ARGUMENTS`. Exits with 2 for what is refused, 130 after Ctrl-C, 1 after a crash."""
-    sys.argv = [str(Path(__file__)), *settings.accept_open_keys(arguments)]
+    sys.argv = [str(Path(__file__)), *settings.accept_open_keys(sweep_arguments(arguments, settings.EXEMPT))]
     try:
         settings.refuse_unknown_choices(sys.argv[1:])
         main()

@@ -148,8 +148,11 @@ def near_miss(value: str, choices) -> str:
 # ---- after Hydra: the composed configuration
 
 
-def check(cfg: DictConfig) -> None:
-    """Raises RunError for a configuration that cannot run as written. Reads no dataset and loads no model."""
+def check(cfg: DictConfig, processes: int | None = None) -> None:
+    """Raises RunError for a configuration that cannot run as written. Reads no dataset and loads no model.
+
+    processes: of the run; None for those that the environment names.
+    """
     whole = {"group_size": 1, "prompts_per_step": 1, "steps": 1, "evaluation.samples": 1}
     whole |= {"seed": 0, "evaluation.every": 0, "checkpoint_every": 0, "rollouts.every": 0, "rollouts.groups": 0}
     for key, smallest in whole.items():
@@ -174,7 +177,7 @@ def check(cfg: DictConfig) -> None:
     _check_model(cfg)
     _check_trainer(cfg)
     _check_baseline(cfg)
-    _check_batches(cfg)
+    _check_batches(cfg, processes or int(os.environ.get("WORLD_SIZE", 1)))
 
 
 def build(cfg: DictConfig, group: str):
@@ -316,8 +319,7 @@ def _check_target(group: str, node: DictConfig):
     return found
 
 
-def _check_batches(cfg: DictConfig) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+def _check_batches(cfg: DictConfig, processes: int) -> None:
     rollouts = cfg.prompts_per_step * cfg.group_size
     if rollouts % processes:
         fit = processes // math.gcd(processes, cfg.group_size)
