@@ -14,9 +14,9 @@ from pathlib import Path
 
 from experiments.run_state import Queued, RunState, state_of
 from experiments.snapshot import take_snapshot
-from experiments.sweep import INTERRUPTED, Job, reason_in
+from experiments.sweep import INTERRUPTED, Job, may_restart, reason_in
 from experiments.sweep_display import SweepDisplay
-from otb.records import RunDirectory, RunError
+from otb.records import RunError
 
 SECONDS_PER_LOOK = 0.5
 
@@ -97,16 +97,6 @@ class LocalSweep:
         elif process.returncode == INTERRUPTED:
             job.error = "interrupted by a warning signal; the same command goes on"
         job.save(self.folder)
-
-
-
-
-def may_restart(job: Job, limit: int) -> bool:
-    """Notes that the run was killed -> whether it may be started again: it made a checkpoint, or this is seldom."""
-    reached = max(RunDirectory(job.run).checkpoint_steps(), default=0)
-    job.kills = 1 if reached > job.kills_at else job.kills + 1
-    job.kills_at = reached
-    return job.kills <= limit
 
 
 def visible_gpus() -> list[str]:

@@ -41,13 +41,14 @@ class RunState(NamedTuple):
     accuracy: float | None  # the last held-out one
     tokens: float
     seconds_left: float | None
-    job: str
+    job: str  # SLURM's name of its last job
+    in_queue: bool
     error: str
 
     @property
     def over(self) -> bool:
         """Whether nothing is going to happen to it any more."""
-        return self.state not in ("running", "queued") and not self.job
+        return self.state not in ("running", "queued") and not self.in_queue
 
 
 def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = None) -> RunState:
@@ -68,7 +69,8 @@ def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = No
         accuracy=next((row["accuracy"] for row in reversed(evaluations) if "accuracy" in row), None),
         tokens=rows[-1].get("own_tokens_total", 0) if rows else 0,
         seconds_left=per_step * (job.steps - step) if state == "running" and rows else None,
-        job=queued.job if queued else "",
+        job=queued.job if queued else job.job or "",
+        in_queue=queued is not None,
         error=error,
     )
 

@@ -17,10 +17,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from otb.records import RunError, write_atomically
+from otb.records import RunDirectory, RunError, write_atomically
 from otb.warning_signal import EXIT_CODE
 
-REFUSED, INTERRUPTED = 2, EXIT_CODE  # exit codes of experiments/run.py that say what to do next
+INTERRUPTED = EXIT_CODE  # of experiments/run.py: start it again
 
 
 @dataclass
@@ -97,6 +97,14 @@ def sweep_arguments(arguments: list[str], exempt: tuple[str, ...]) -> list[str]:
         digest = hashlib.sha256("\n".join(sorted({*content} - {"-m", "--multirun"})).encode()).hexdigest()[:8]
         given.append(f"hydra.sweep.dir=${{runs_dir}}/sweep-{digest}")
     return given
+
+
+def may_restart(job: Job, limit: int) -> bool:
+    """Notes that the run was killed -> whether it may be started again: it made a checkpoint, or this is seldom."""
+    reached = max(RunDirectory(job.run).checkpoint_steps(), default=0)
+    job.kills = 1 if reached > job.kills_at else job.kills + 1
+    job.kills_at = reached
+    return job.kills <= limit
 
 
 def reason_in(log: str) -> str:

@@ -27,8 +27,8 @@ def plan(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequen
             settings.check(cfg, processes)
             if run in seen:
                 raise RunError(
-                    f"runs {seen[run]} and {number} of the sweep are both {run}: what they differ in makes no other run "
-                    "(docs/runs.md). Sweep over other keys."
+                    f"runs {seen[run]} and {number} of the sweep are both {run}: what they differ in makes no other "
+                    "run (docs/runs.md). Sweep over other keys."
                 )
         except RunError as error:
             job.error = str(error)

@@ -61,7 +61,8 @@ class LocalLauncher(Launcher):
         from experiments.local_sweep import launch
 
         with refusals_shown():
-            launch(self.hydra_context.config_loader, self.config, job_overrides, self.parallel, self.max_restarts, self.wait)
+            options = self.parallel, self.max_restarts, self.wait
+            launch(self.hydra_context.config_loader, self.config, job_overrides, *options)
         return [JobReturn(status=JobStatus.COMPLETED)] * len(job_overrides)
 
 

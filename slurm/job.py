@@ -1,0 +1,148 @@
+"""Brings one run of a sweep to its end, inside a SLURM job: python -m slurm.job FOLDER SUBMISSION. Imports no torch.
+
+It starts the run's processes by srun, and when they end it decides: the run is done, or it failed and the reason goes
+into its job file, or it is started again here (a process was killed), or the job is put back into the queue (a warning
+came, the time is up). SLURM signals the processes of a run itself; this one only watches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from experiments.sweep import INTERRUPTED, Job, load_job, may_restart, reason_in
+from slurm.controller import end_time, job_facts, requeue
+
+SECONDS_PER_LOOK = 0.5
+LAST_SECONDS = 10.0  # before the time limit the job goes back into the queue, whatever the run is doing
+SLURM_ROUNDS = 60.0  # seconds by which a warning may come early
+WARNINGS = ("Terminated", "User defined signal 2")  # deaths of a process that was not listening yet
+LEFT = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.*)")
+
+
+class Supervisor:
+    """One job of a job array."""
+
+    def __init__(self, folder: Path, token: str):
+        self.folder = folder
+        self.submission = json.loads((folder / "submissions" / f"{token}.json").read_text(encoding="utf8"))
+        self.options = self.submission["options"]
+        self.id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        self.job: Job = load_job(folder, self.submission["numbers"][int(os.environ["SLURM_ARRAY_TASK_ID"])])
+        self.started = time.time()
+        self.ends = end_time(job_facts(self.id)) or self.started + 60 * self.options["timeout_min"]
+        self.processes = self.options["nodes"] * self.options["tasks_per_node"]
+
+    def run(self) -> int:
+        """-> the exit code of the job: 0 where the run is done, 75 where the job goes back into the queue."""
+        for number in (signal.SIGTERM, signal.SIGUSR2):  # its processes get them too, and it waits for those
+            signal.signal(number, lambda *_: None)
+        self.job.job = self.id
+        while True:
+            self.job.starts += 1
+            self.job.error = None
+            self.job.save(self.folder)
+            code, reason = self._attempt()
+            if code == 0:
+                return 0
+            if code == INTERRUPTED:
+                return self._leave()
+            if code < 0 and may_restart(self.job, self.options["max_restarts"]):
+                print(f"{reason}; started again ({self.job.kills} in a row)", flush=True)
+                continue
+            self.job.error = reason
+            self.job.save(self.folder)
+            print(f"failed: {reason}", flush=True)
+            return max(code, 1)
+
+    def _attempt(self) -> tuple[int, str]:
+        """Starts the processes and waits -> the exit code of the first that failed (-1: a signal), and why."""
+        srun_log = self.folder / "logs" / f"{self.id}_srun.log"
+        before = {file: file.stat().st_size for file in (self.folder / "logs").glob(f"{self.id}_*")}
+        with open(srun_log, "ab") as errors:
+            srun = subprocess.Popen(self._command(), env=self._environment(), stderr=errors, stdin=subprocess.DEVNULL)
+            while srun.poll() is None:
+                if time.time() > self.ends - LAST_SECONDS:
+                    return INTERRUPTED, "its time is up"
+                time.sleep(SECONDS_PER_LOOK)
+        if srun.returncode == 0:
+            return 0, ""
+        said = new_text(srun_log, before)
+        print(said, end="", flush=True)
+        left = LEFT.search(said)  # the first to leave is the cause, the others were ended by srun
+        if left is None:
+            return -1, f"srun could not run it: {reason_in(said)}"
+        how = left["how"]
+        log = self.folder / "logs" / f"{self.id}_{left['rank']}_log.out"
+        where = f"rank {left['rank']} on {left['host']}: " if self.processes > 1 else ""
+        if exited := re.match(r"Exited with exit code (\d+)", how):
+            return int(exited[1]), where + reason_in(new_text(log, before))
+        if how.startswith(WARNINGS):
+            return INTERRUPTED, f"{where}{how}"
+        return -1, f"{where}{how}"
+
+    def _command(self) -> list[str]:
+        nodes, tasks = str(self.options["nodes"]), str(self.processes)
+        words = ["srun", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={tasks}", "--unbuffered"]
+        if self.options["cpus_per_task"]:  # not inherited from the job since SLURM 22.05
+            words.append(f"--cpus-per-task={self.options['cpus_per_task']}")
+        words += [f"--output={self.folder}/logs/{self.id}_%t_log.out", "--open-mode=append", *self.options["srun_args"]]
+        script = f"{self.submission['code']}/experiments/run.py"
+        rank = [self.submission["python"], "-P", "-m", "slurm.rank", script]
+        return [*words, *self.options["container"], *rank, *self.job.overrides]
+
+    def _environment(self) -> dict[str, str]:
+        first = "127.0.0.1" if self.options["nodes"] == 1 else socket.gethostname()
+        port = 20_000 + int(os.environ["SLURM_JOB_ID"]) % 20_000  # jobs that share a node have different ids
+        facts = {"MASTER_ADDR": first, "MASTER_PORT": str(port)}
+        # Counts what happened here too: the run's lock and overwrite=true go by it.
+        facts["SLURM_RESTART_COUNT"] = str(self.job.starts - 1)
+        return os.environ | facts
+
+    def _leave(self) -> int:
+        """Back into the queue, unless somebody cancelled the job or it was out of time too often."""
+        state = job_facts(self.id).get("JobState", "RUNNING")
+        limit = self.options["max_num_timeout"]
+        if state == "CANCELLED":
+            return self._give_up("its job was cancelled")
+        if time.time() > self.ends - self.options["signal_delay_s"] - SLURM_ROUNDS:
+            self.job.timeouts += 1
+            if self.job.timeouts > limit:
+                return self._give_up(
+                    f"out of time {self.job.timeouts} times; max_num_timeout={limit} is reached. The same command goes "
+                    "on from the last checkpoint."
+                )
+        self.job.save(self.folder)
+        if state not in ("PENDING", "REQUEUED"):  # else SLURM has done so already
+            print(f"back into the queue at {time.strftime('%F %T')}", flush=True)
+            requeue(self.id)
+        return INTERRUPTED
+
+    def _give_up(self, reason: str) -> int:
+        self.job.error = reason
+        self.job.save(self.folder)
+        print(f"failed: {reason}", flush=True)
+        return 1
+
+
+def new_text(file: Path, before: dict[Path, int]) -> str:
+    """What a log has got since its size was taken."""
+    if not file.exists():
+        return ""
+    with open(file, "rb") as opened:
+        opened.seek(before.get(file, 0))
+        return opened.read().decode(errors="replace")
+
+
+if __name__ == "__main__":
+    os.chdir(
+        json.loads(Path(sys.argv[1], "submissions", f"{sys.argv[2]}.json").read_text(encoding="utf8"))["directory"]
+    )
+    sys.exit(Supervisor(Path(sys.argv[1]), sys.argv[2]).run())
