@@ -70,6 +70,7 @@ class LocalSweep:
         gpu, log = self.free.pop(), self.logs / f"{job.number:05d}.log"
         path = os.pathsep.join(filter(None, [str(self.code), os.getenv("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        environment["HYDRA_FULL_ERROR"] = "1"  # the error is the last line of the log
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         if job.starts:

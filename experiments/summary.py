@@ -44,7 +44,7 @@ def summary_table(paths: list[Path]) -> Table:
 def distinct_names(paths: list[Path]) -> list[str]:
     """The names of the runs without the `-key=value` parts that all of them share."""
     parts = [re.split(r"-(?=[\w.@/]+=)", path.name) for path in paths]
-    shared = set.intersection(*map(set, parts)) if len(paths) > 1 else set()
+    shared = set.intersection(*map(set, parts)) if paths else set()
     return ["-".join([first, *(part for part in rest if part not in shared)]) for first, *rest in parts]
 
 

@@ -24,7 +24,11 @@ SECONDS_PER_LOOK = 0.5
 LAST_SECONDS = 10.0  # before the time limit the job goes back into the queue, whatever the run is doing
 SLURM_ROUNDS = 60.0  # seconds by which a warning may come early
 WARNINGS = ("Terminated", "User defined signal 2")  # deaths of a process that was not listening yet
-LEFT = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.*)")
+LEFT = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)")
+EXITED = re.compile(r"Exited with exit code (\d+)")
+OF_ANOTHER = re.compile(
+    "closed by peer|reset by peer|DistBackendError|DistNetworkError|ncclRemoteError"
+)  # not the cause
 
 
 class Supervisor:
@@ -76,17 +80,27 @@ class Supervisor:
             return 0, ""
         said = new_text(srun_log, before)
         print(said, end="", flush=True)
-        left = LEFT.search(said)  # the first to leave is the cause, the others were ended by srun
-        if left is None:
+        return self._judge(said, before)
+
+    def _judge(self, said: str, before: dict[Path, int]) -> tuple[int, str]:
+        """What srun said of the processes that left -> as _attempt. The first is the cause; srun ended the others."""
+        left = list(LEFT.finditer(said))
+        if not left:
             return -1, f"srun could not run it: {reason_in(said)}"
-        how = left["how"]
-        log = self.folder / "logs" / f"{self.id}_{left['rank']}_log.out"
-        where = f"rank {left['rank']} on {left['host']}: " if self.processes > 1 else ""
-        if exited := re.match(r"Exited with exit code (\d+)", how):
-            return int(exited[1]), where + reason_in(new_text(log, before))
-        if how.startswith(WARNINGS):
-            return INTERRUPTED, f"{where}{how}"
-        return -1, f"{where}{how}"
+        how = left[0]["how"]
+        if not EXITED.match(how):
+            return (INTERRUPTED if how.startswith(WARNINGS) else -1), self._where(left[0]) + how
+        found = []
+        for one in left:
+            if exited := EXITED.match(one["how"]):
+                for rank in ranks(one["ranks"]):
+                    log = self.folder / "logs" / f"{self.id}_{rank}_log.out"
+                    found.append((int(exited[1]), self._where(one, rank) + reason_in(new_text(log, before))))
+        return next((cause for cause in found if not OF_ANOTHER.search(cause[1])), found[0])
+
+    def _where(self, left: re.Match, rank: int | None = None) -> str:
+        rank = ranks(left["ranks"])[0] if rank is None else rank
+        return f"rank {rank} on {left['host']}: " if self.processes > 1 else ""
 
     def _command(self) -> list[str]:
         nodes, tasks = str(self.options["nodes"]), str(self.processes)
@@ -101,7 +115,7 @@ class Supervisor:
     def _environment(self) -> dict[str, str]:
         first = "127.0.0.1" if self.options["nodes"] == 1 else socket.gethostname()
         port = 20_000 + int(os.environ["SLURM_JOB_ID"]) % 20_000  # jobs that share a node have different ids
-        facts = {"MASTER_ADDR": first, "MASTER_PORT": str(port)}
+        facts = {"MASTER_ADDR": first, "MASTER_PORT": str(port), "HYDRA_FULL_ERROR": "1"}  # the error is the last line
         # Counts what happened here too: the run's lock and overwrite=true go by it.
         facts["SLURM_RESTART_COUNT"] = str(self.job.starts - 1)
         return os.environ | facts
@@ -130,6 +144,12 @@ class Supervisor:
         self.job.save(self.folder)
         print(f"failed: {reason}", flush=True)
         return 1
+
+
+def ranks(text: str) -> list[int]:
+    """`0,2-3` -> [0, 2, 3]."""
+    spans = [part.split("-") for part in text.split(",") if part]
+    return [rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)]
 
 
 def new_text(file: Path, before: dict[Path, int]) -> str:
