@@ -58,8 +58,9 @@ def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = No
     rows, evaluations = last_rows(directory.metrics_file), list(read_rows(directory.evaluations_file))
     seconds = sum(row["seconds_step"] for row in rows) / len(rows) if rows else 0.0
     step = rows[-1]["step"] if rows else 0
-    beats = bool(lock) and heart_beats(directory.path / "lock.json", lock, seconds, queue)
-    state, error = judge(job, status, queued, queue, locked=bool(lock), beats=beats)
+    fresh = bool(lock) and is_fresh(directory.path / "lock.json", seconds)
+    alive = fresh and not has_gone(lock, queue)
+    state, error = judge(job, status, queued, queue, locked=bool(lock), fresh=fresh, alive=alive)
     per_step = seconds + sum(row["seconds"] for row in evaluations) / max(1, step)
     return RunState(
         run=directory.path,
@@ -76,18 +77,18 @@ def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = No
 
 
 def judge(
-    job: Job, status: dict, queued: Queued | None, queue: set[str] | None, locked: bool, beats: bool
+    job: Job, status: dict, queued: Queued | None, queue: set[str] | None, locked: bool, fresh: bool, alive: bool
 ) -> tuple[str, str]:
-    """-> state and the reason, if any."""
+    """-> state and the reason, if any. locked, fresh, alive: there is a lock, with a heartbeat, of a living process."""
     waits = queued is not None and queued.state in WAITING
     if status.get("state") == "finished" and status["step"] >= job.steps and not waits:  # waits: overwrite=true
         return "done", ""
-    if beats:
+    if alive:
         return "running", ""
     if waits:
         return "queued", queued.reason if "held" in queued.reason.lower() else ""
     if queued is not None:
-        return ("stale", "its job runs, but its heart does not beat") if locked else ("running", "")
+        return ("stale", "its job runs, but no heartbeat comes") if locked and not fresh else ("running", "")
     if job.error is not None:
         return "failed", job.error
     if status.get("state") == "failed":
@@ -101,18 +102,20 @@ def judge(
     return "missing", ""
 
 
-def heart_beats(file: Path, lock: dict, step_seconds: float, queue: set[str] | None) -> bool:
-    """Whether the process that a lock names may be taken for alive."""
-    if lock.get("machine") == machine():
-        if not psutil.pid_exists(lock["pid"]):
-            return False
-    elif queue is not None and lock.get("job") and lock["job"] not in queue:
-        return False  # SLURM ended its job
+def is_fresh(lock_file: Path, step_seconds: float) -> bool:
+    """Whether the heartbeat is young enough for its process to be taken for alive."""
     try:
-        age = time.time() - file.stat().st_mtime
+        age = time.time() - lock_file.stat().st_mtime
     except FileNotFoundError:
         return False
     return age <= max(STALE_SECONDS, STALE_STEPS * step_seconds)
+
+
+def has_gone(lock: dict, queue: set[str] | None) -> bool:
+    """Whether the process that a lock names is known to be no more, whatever its last heartbeat."""
+    if lock.get("machine") == machine():
+        return not psutil.pid_exists(lock["pid"])
+    return queue is not None and bool(lock.get("job")) and lock["job"] not in queue
 
 
 def last_rows(file: Path) -> list[dict]:

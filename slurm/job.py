@@ -56,8 +56,9 @@ class Supervisor:
             code, reason = self._attempt()
             if code == 0:
                 return 0
-            if code == INTERRUPTED:
-                return self._leave()
+            state = job_facts(self.id).get("JobState", "RUNNING")
+            if code == INTERRUPTED or state != "RUNNING":  # SLURM ended the processes, whatever they say
+                return self._leave(state)
             if code < 0 and may_restart(self.job, self.options["max_restarts"]):
                 print(f"{reason}; started again ({self.job.kills} in a row)", flush=True)
                 continue
@@ -120,9 +121,8 @@ class Supervisor:
         facts["SLURM_RESTART_COUNT"] = str(self.job.starts - 1)
         return os.environ | facts
 
-    def _leave(self) -> int:
+    def _leave(self, state: str) -> int:
         """Back into the queue, unless somebody cancelled the job or it was out of time too often."""
-        state = job_facts(self.id).get("JobState", "RUNNING")
         limit = self.options["max_num_timeout"]
         if state == "CANCELLED":
             return self._give_up("its job was cancelled")
@@ -134,7 +134,7 @@ class Supervisor:
                     "on from the last checkpoint."
                 )
         self.job.save(self.folder)
-        if state not in ("PENDING", "REQUEUED"):  # else SLURM has done so already
+        if state in ("RUNNING", "TIMEOUT", "PREEMPTED"):  # else SLURM itself has put it there
             print(f"back into the queue at {time.strftime('%F %T')}", flush=True)
             requeue(self.id)
         return INTERRUPTED
@@ -165,4 +165,7 @@ if __name__ == "__main__":
     os.chdir(
         json.loads(Path(sys.argv[1], "submissions", f"{sys.argv[2]}.json").read_text(encoding="utf8"))["directory"]
     )
-    sys.exit(Supervisor(Path(sys.argv[1]), sys.argv[2]).run())
+    code = Supervisor(Path(sys.argv[1]), sys.argv[2]).run()
+    os._exit(
+        code
+    )  # while Python cleans up after itself, a SIGTERM would end it, and the shell would think it was killed

@@ -113,11 +113,10 @@ def sbatch(folder: Path, token: str, submission: dict) -> str:
     path = os.pathsep.join(filter(None, [code, os.getenv("PYTHONPATH")]))
     setup = [*(options["setup"] or []), f"export PYTHONPATH={shlex.quote(path)} PYTHONUNBUFFERED=1", "trap : TERM USR2"]
     # Whoever kills the process that would bring its run back, the shell brings it back instead.
-    teardown = [
-        "code=$?",
-        '[ $code -le 128 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || scontrol requeue "$SLURM_JOB_ID"',
-        "exit $code",
-    ]
+    # Not after SIGTERM (143), which comes when SLURM takes the job. SLURM_JOB_ID may be the id of the whole array.
+    again = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    killed = '[ $code -gt 128 ] && [ $code -ne 143 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]'
+    teardown = ["code=$?", f"if {killed}; then {again}; fi", "exit $code"]
     extra = {"requeue": True, "chdir": submission["directory"]} | (options["additional_parameters"] or {})
     parameters = {name: value for name, value in options.items() if name not in OURS and value is not None}
     parameters |= {"name": f"{folder.name}.{token}", "setup": setup, "teardown": teardown, "use_srun": False}

@@ -18,10 +18,11 @@ class Parity(Arithmetic):
         """1.0 where the sum of the response's characters is odd; infinite where OTB_TEST_INFINITE_REWARD is set.
 
         OTB_TEST_STEP_SECONDS makes a run slow enough to be disturbed, without work for the processor;
-        OTB_TEST_FAILING_RANK breaks one process of a run.
+        OTB_TEST_FAILING_RANK breaks one process of a run while OTB_TEST_FAILING_FILE is there.
         """
         time.sleep(float(os.environ.get("OTB_TEST_STEP_SECONDS", 0)))
-        if "RANK" in os.environ and os.environ.get("OTB_TEST_FAILING_RANK") == os.environ["RANK"]:
+        broken = os.path.exists(os.environ.get("OTB_TEST_FAILING_FILE", ""))
+        if broken and os.environ["OTB_TEST_FAILING_RANK"] == os.environ["RANK"]:
             raise ValueError("the reward of this rank is broken")
         if "OTB_TEST_INFINITE_REWARD" in os.environ:
             return [float("inf")] * len(completions)
