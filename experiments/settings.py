@@ -237,7 +237,7 @@ def _check_model(cfg: DictConfig) -> None:
     name = str(cfg.model.name)
     if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
         raise RunError(f"model.name={name} is not a folder. Give a folder of transformers files, a hub id or tiny.")
-    known = ("tiny", *sorted(str(OmegaConf.load(path).name) for path in (CONF / "model").glob("*.yaml")))
+    known = known_models()
     if name not in known and near_miss(name, known) and not Path(name).is_dir() and "/" not in name:
         raise RunError(f"model.name={name} is no folder and no hub id (OWNER/NAME).{near_miss(name, known)}")
     recipe = dataclass_fields("otb.warm_start", "WarmStart")
@@ -353,6 +353,12 @@ def literal_choices(function, argument: str) -> tuple[str, ...]:
             return ()
         annotation = eval(annotation, {"Literal": typing.Literal})  # an annotation of the imported module
     return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+
+
+@cache
+def known_models() -> tuple[str, ...]:
+    """What model.name is in the yamls."""
+    return ("tiny", *sorted(str(OmegaConf.load(path).name) for path in (CONF / "model").glob("*.yaml")))
 
 
 @cache

@@ -44,6 +44,7 @@ class Composer:
         self.loader, self.sweep = loader, sweep
         self.parser = OverridesParser.create(config_loader=loader)
         self.composed: dict[tuple[str, ...], DictConfig] = {}
+        self.is_group: dict[str, bool] = {}
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         parsed = self.parser.parse_overrides(list(overrides))
@@ -58,7 +59,10 @@ class Composer:
     def _is_plain_value(self, override: Override) -> bool:
         if override.package is not None or override.is_delete() or override.key_or_group.startswith("hydra"):
             return False
-        return not self.loader.get_group_options(override.key_or_group)
+        key = override.key_or_group
+        if key not in self.is_group:
+            self.is_group[key] = bool(self.loader.get_group_options(key))
+        return not self.is_group[key]
 
 
 def folder_of(sweep: DictConfig) -> Path:

@@ -102,8 +102,8 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
 
 
 def training(run: RunDirectory) -> bool:
-    """Past its first checkpoint, so that there is something to lose, and not near its end."""
-    return 2 <= len(rows(run.metrics_file)) <= 4
+    """At work past its first checkpoint, so that there is something to lose, and not near its end."""
+    return (run.path / "lock.json").exists() and 2 <= len(rows(run.metrics_file)) <= 4
 
 
 def preempt(cluster: Cluster, runs: list[RunDirectory], seen: dict) -> None:
@@ -133,7 +133,7 @@ def assert_equal_runs(disturbed: Path, undisturbed: Path) -> None:
 
 
 def the_run(runs_dir: Path, seed: int) -> RunDirectory:
-    (path,) = runs_dir.glob(f"*/*-seed{seed}-*")
+    (path,) = runs_dir.glob(f"*/otb-n2-seed{seed}-*")
     return RunDirectory(path)
 
 
@@ -203,7 +203,9 @@ def test_of_several_processes_the_one_that_failed_is_named_with_its_reason(sweep
 
 def test_a_cancelled_job_is_not_requeued(cluster, sweeps):
     code, printed = cluster.status(sweeps["runs_dir"] / "cancelled")
-    assert code == 1 and "1 failed" in printed and "its job was cancelled" in printed
+    assert code == 1 and "1 failed" in printed
+    (job,) = job_files(sweeps["runs_dir"] / "cancelled")
+    assert (job["error"], job["starts"]) == ("its job was cancelled", 1)
 
 
 def test_what_failed_can_be_sent_again_as_it_was_sent(cluster, sweeps):
@@ -249,11 +251,10 @@ def test_queued_runs_use_the_code_that_was_submitted(cluster, policy, tmp_path):
     command += ["task._target_=tests.parity_task.Parity", "task.eval_prompts=4", "wait=false", "sweep=held"]
     command += [f"model.name={policy}", f"runs_dir={tmp_path}/runs", "task.max_completion_length=6"]
     command += ["+hydra.launcher.additional_parameters.hold=true"]
-    cluster.command(*command, PYTHONPATH=str(project))
+    sent = cluster.command(*command, PYTHONPATH=str(project))
     (project / "experiments" / "run.py").write_text("raise SystemExit('edited')\n")
     (project / "otb" / "trainer.py").write_text("raise SystemExit('edited')\n")
-    (job,) = [line.split()[0] for line in cluster.queue()]
-    cluster.command("scontrol", "release", job)
+    cluster.command("scontrol", "release", sent.split("as job ")[1].split(",")[0])
     wait_for(lambda: not cluster.queue(), 90)
     (job,) = job_files(tmp_path / "runs" / "held")
     assert RunDirectory(job["run"]).status()["state"] == "finished", cluster.status(tmp_path / "runs" / "held")[1]
