@@ -98,7 +98,7 @@ def judge(
     if locked:
         return "stale", "its process is gone, or its host"
     if status:
-        return "failed", "it ended before it was done, and no job is queued for it"
+        return "failed", "it ended before it was done, and nothing brings it back (was its job cancelled?)"
     return "missing", ""
 
 

@@ -62,10 +62,7 @@ class Supervisor:
             if code < 0 and may_restart(self.job, self.options["max_restarts"]):
                 print(f"{reason}; started again ({self.job.kills} in a row)", flush=True)
                 continue
-            self.job.error = reason
-            self.job.save(self.folder)
-            print(f"failed: {reason}", flush=True)
-            return max(code, 1)
+            return self._fail(reason, max(code, 1))
 
     def _attempt(self) -> tuple[int, str]:
         """Starts the processes and waits -> the exit code of the first that failed (-1: a signal), and why."""
@@ -122,28 +119,28 @@ class Supervisor:
         return os.environ | facts
 
     def _leave(self, state: str) -> int:
-        """Back into the queue, unless somebody cancelled the job or it was out of time too often."""
+        """Back into the queue, unless SLURM has taken the job already, to put it there itself or to cancel it."""
+        self.job.save(self.folder)
+        if state != "RUNNING":
+            return INTERRUPTED
         limit = self.options["max_num_timeout"]
-        if state == "CANCELLED":
-            return self._give_up("its job was cancelled")
         if time.time() > self.ends - self.options["signal_delay_s"] - SLURM_ROUNDS:
             self.job.timeouts += 1
             if self.job.timeouts > limit:
-                return self._give_up(
+                return self._fail(
                     f"out of time {self.job.timeouts} times; max_num_timeout={limit} is reached. The same command goes "
                     "on from the last checkpoint."
                 )
         self.job.save(self.folder)
-        if state in ("RUNNING", "TIMEOUT", "PREEMPTED"):  # else SLURM itself has put it there
-            print(f"back into the queue at {time.strftime('%F %T')}", flush=True)
-            requeue(self.id)
+        print(f"back into the queue at {time.strftime('%F %T')}", flush=True)
+        requeue(self.id)
         return INTERRUPTED
 
-    def _give_up(self, reason: str) -> int:
+    def _fail(self, reason: str, code: int = 1) -> int:
         self.job.error = reason
         self.job.save(self.folder)
         print(f"failed: {reason}", flush=True)
-        return 1
+        return code
 
 
 def ranks(text: str) -> list[int]:
