@@ -77,9 +77,12 @@ def sweep_arguments(arguments: list[str], exempt: tuple[str, ...]) -> list[str]:
     """The command line of a sweep as Hydra takes it: `sweep=NAME`, `wait=BOOL`, and a folder that does not change.
 
     Without a name it follows from the command, so that the same command finds its jobs again. exempt: keys that say
-    where and how runs are made; they name no other sweep, nor does anything about the launcher.
+    where and how runs are made; they name no other sweep, nor does anything about the launcher. Raises RunError.
     """
     if not {"-m", "--multirun"} & set(arguments):
+        for argument in arguments:
+            if re.match(r"(hydra/launcher|sweep|wait)=", argument) and not any(a.startswith("--") for a in arguments):
+                raise RunError(f"{argument} belongs to a sweep. Add -m, for a single run too.")
         return arguments
     given, content, named = [], [], False
     for argument in arguments:

@@ -41,17 +41,6 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(policy, tmp_path_factory) -> Path:
-    """The same sweep on this machine, without SLURM -> runs_dir."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    seeds = ",".join(map(str, (*SEEDS, LIMITED)))
-    given = [*arguments(folder / "runs", model__name=policy), f"seed={seeds}", "-m", "hydra/launcher=basic"]
-    code, printed = commands.run(given, folder / "log")
-    assert code == 0, printed
-    return folder / "runs"
-
-
-@pytest.fixture(scope="module")
 def sweeps(cluster, policy, tmp_path_factory) -> dict:
     """Sweeps that are sent all at once, so that they share the waiting; their runs are disturbed in turn.
 
@@ -61,7 +50,7 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
     seen = {"runs_dir": runs_dir}
 
     def send(name: str, *given: str, **extra: str):
-        common = [f"model.name={policy}", "wait=false", "hydra.launcher.signal_delay_s=15", f"sweep={name}"]
+        common = [f"model.name={policy}", "wait=false", "hydra.launcher.signal_delay_s=30", f"sweep={name}"]
         seen[name] = cluster.sweep(runs_dir, *common, *given, **extra)
         assert seen[name].returncode == 0, seen[name].stdout + seen[name].stderr
         return [RunDirectory(job["run"]) for job in job_files(runs_dir / name)]
@@ -73,9 +62,10 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
     (runs_dir / "broken").touch()
     broken = {"OTB_TEST_FAILING_RANK": "1", "OTB_TEST_FAILING_FILE": str(runs_dir / "broken")}
     send("ranks", "steps=2", "seed=10", "hydra.launcher.tasks_per_node=2", **broken)
-    send("limited", f"seed={LIMITED}", "hydra.launcher.timeout_min=1", OTB_TEST_STEP_SECONDS="4")
+    send("limited", f"seed={LIMITED}", "hydra.launcher.timeout_min=1", OTB_TEST_STEP_SECONDS="3")
     send("mixed", "group_size=1", "task.train_prompts=10,2", "steps=1", "baseline=otb,grpo")
     cancelled = send("cancelled", "seed=11", OTB_TEST_STEP_SECONDS="1")[0]
+    local, seen["local"] = start_locally(policy, runs_dir.parent / "local")
     seen["first"] = seen["main"].stdout
     send("main", seeds)
 
@@ -113,7 +103,17 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
             cluster.script("restart-controller")
             seen["midway"] = cluster.status(runs_dir / "main")
     wait_for(lambda: not cluster.queue(), 200)
+    local.join(120)
+    assert local.exitcode == 0, (seen["local"] / "log").read_text()
     return seen
+
+
+def start_locally(policy: Path, folder: Path):
+    """The runs that the disturbed ones must equal -> the process, runs_dir."""
+    folder.mkdir()
+    seeds = ",".join(map(str, (*SEEDS, LIMITED)))
+    given = [*arguments(folder, model__name=policy), f"seed={seeds}", "-m", "hydra/launcher=basic"]
+    return commands.start(given, folder / "log"), folder
 
 
 def send_and_edit(cluster: Cluster, policy: Path, runs_dir: Path) -> str:
@@ -135,6 +135,12 @@ def send_and_edit(cluster: Cluster, policy: Path, runs_dir: Path) -> str:
 
 def in_queue(cluster: Cluster, job: dict) -> bool:
     return any(line.startswith(f"{job['job']} ") for line in cluster.queue())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(sweeps) -> Path:
+    """The same runs on this machine, without SLURM -> runs_dir."""
+    return sweeps["local"]
 
 
 def training(run: RunDirectory) -> bool:

@@ -42,6 +42,8 @@ def test_a_sweep_can_be_given_a_name_and_single_runs_have_none():
     assert folder("seed=0,1", "sweep=pilot") == "${runs_dir}/pilot"
     assert folder("seed=0,1", "hydra.sweep.dir=x") == "x"
     assert sweep_arguments(["seed=0"], EXEMPT) == ["seed=0"]
+    with pytest.raises(RunError, match="hydra/launcher=slurm belongs to a sweep. Add -m"):
+        sweep_arguments(["seed=0", "hydra/launcher=slurm"], EXEMPT)
 
 
 @pytest.mark.parametrize(
