@@ -10,18 +10,42 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from hydra.core.config_loader import ConfigLoader
+from omegaconf import DictConfig
 
 from experiments.run_state import Queued, RunState, state_of
 from experiments.snapshot import take_snapshot
 from experiments.sweep import INTERRUPTED, Job, may_restart, reason_in
 from experiments.sweep_display import SweepDisplay
+from experiments.sweep_plan import folder_of, plan
 from otb.records import RunError
 
 SECONDS_PER_LOOK = 0.5
+SECONDS_TO_END = 15.0  # for a run to write down that it was stopped
 
 GOING_ON = ("done", "running")  # nothing to start
 QUEUED_HERE = Queued("", "", "PENDING")
+
+
+def launch(
+    loader: ConfigLoader,
+    sweep: DictConfig,
+    job_overrides: Sequence[Sequence[str]],
+    parallel: int | None,
+    max_restarts: int,
+    wait: bool,
+) -> None:
+    """Runs the sweep to its end. Raises RunError for options that cannot be meant."""
+    check_parallel(parallel)
+    if not wait:
+        raise RunError("wait=false needs a queue that keeps the runs. Add hydra/launcher=slurm, or use wait=true.")
+    folder, jobs = folder_of(sweep), plan(loader, sweep, job_overrides, processes=1)
+    for job in jobs:
+        job.save(folder)
+    LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite).run()
 
 
 class LocalSweep:
@@ -59,9 +83,10 @@ class LocalSweep:
                 display.show(self._states())
         finally:
             for process, *_ in self.running.values():  # after Ctrl-C, which they got too
-                process.terminate()
-            for process, *_ in self.running.values():
-                process.wait()
+                try:
+                    process.wait(SECONDS_TO_END)
+                except subprocess.TimeoutExpired:
+                    process.terminate()
 
     def _states(self) -> list[RunState]:
         return [state_of(job, QUEUED_HERE if job in self.waiting else None) for job in self.jobs]
@@ -116,16 +141,3 @@ def check_parallel(parallel: int | None) -> None:
             f"hydra.launcher.parallel={parallel} must be a whole number of at least 1, or null for one run per GPU or "
             "core. Try hydra.launcher.parallel=2."
         )
-
-
-def launch(loader, sweep, job_overrides, parallel: int | None, max_restarts: int, wait: bool) -> None:
-    """What hydra/launcher=local does. Raises RunError."""
-    from experiments.sweep_plan import folder_of, plan
-
-    check_parallel(parallel)
-    if not wait:
-        raise RunError("wait=false needs a queue that keeps the runs. Add hydra/launcher=slurm, or use wait=true.")
-    folder, jobs = folder_of(sweep), plan(loader, sweep, job_overrides, processes=1)
-    for job in jobs:
-        job.save(folder)
-    LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite).run()

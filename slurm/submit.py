@@ -37,8 +37,9 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
     jobs = plan(loader, sweep, job_overrides, processes=options["nodes"] * options["tasks_per_node"])
     with FileLock(folder / ".submitting.lock"):  # the same command twice at a time sends the runs once
         adopt(folder, jobs)
-        going_on = {"queued", "running"} if sweep.overwrite else {"queued", "running", "done"}
-        wanted = [job for job, state in zip(jobs, look(folder, jobs)[0], strict=True) if state.state not in going_on]
+        finished = set() if sweep.overwrite else {"done"}
+        states, _ = look(folder, jobs)
+        wanted = [job for job, state in zip(jobs, states, strict=True) if state.over and state.state not in finished]
         refused = [job for job in jobs if job.error is not None]
         sent = [job for job in wanted if job.error is None]
         for job in refused:
@@ -56,7 +57,7 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
         f"Where they stand: python -m slurm.status {os.path.relpath(folder)}"
     )  # fmt: skip
     if options["wait"]:
-        wait(folder, jobs)
+        wait(folder)
 
 
 def adopt(folder: Path, jobs: list[Job]) -> None:
@@ -135,7 +136,7 @@ def sbatch(folder: Path, token: str, submission: dict) -> str:
         ) from error
 
 
-def wait(folder: Path, jobs: list[Job]) -> None:
+def wait(folder: Path) -> None:
     """Until nothing of the sweep is queued or running. Ctrl-C ends the waiting, not the jobs."""
     try:
         with SweepDisplay() as display:
