@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from experiments.run_state import Queued, RunState, state_of
 from experiments.snapshot import take_snapshot
-from experiments.sweep import INTERRUPTED, Job, may_restart, reason_in
+from experiments.sweep import INTERRUPTED, Job, may_restart, reason_in, save_jobs
 from experiments.sweep_display import SweepDisplay
 from experiments.sweep_plan import folder_of, plan
 from otb.records import RunError
@@ -43,8 +43,7 @@ def launch(
     if not wait:
         raise RunError("wait=false needs a queue that keeps the runs. Add hydra/launcher=slurm, or use wait=true.")
     folder, jobs = folder_of(sweep), plan(loader, sweep, job_overrides, processes=1)
-    for job in jobs:
-        job.save(folder)
+    save_jobs(folder, jobs)
     LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite).run()
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,13 @@ class Job:
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / f"job-{self.number:05d}.json", json.dumps(dataclasses.asdict(self)) + "\n")
+
+
+def save_jobs(folder: Path, jobs: list[Job]) -> None:
+    """Side by side, because each waits for the disk."""
+    with ThreadPoolExecutor(16) as pool:
+        for _ in pool.map(lambda job: job.save(folder), jobs):
+            pass
 
 
 def load_job(folder: Path, number: int) -> Job:

@@ -34,10 +34,18 @@ end() { # SIGTERM, then SIGKILL after 10 s
   kill -9 "$pid"
 }
 
+end_jobs() { # what outlived the daemons would keep the node from coming back
+  scancel --user="$(id -un)" 2> /dev/null || true
+  for _ in $(seq 75); do
+    [ -n "$(squeue --noheader 2> /dev/null)" ] || return 0
+    sleep 0.2
+  done
+}
+
 write_configuration() {
   local host user ports cpus memory
   host=$(hostname -s) user=$(id -un) ports=($(free_ports 2))
-  cpus=${OTB_CLUSTER_CPUS:-$(nproc)}
+  cpus=${OTB_CLUSTER_CPUS:-$(env -u OMP_NUM_THREADS nproc)} # nproc prints OMP_NUM_THREADS where it is set
   memory=$(awk '/MemTotal/ {print int($2 / 1024)}' /proc/meminfo)
   cat > "$SLURM_CONF" <<END
 ClusterName=otb
@@ -117,7 +125,7 @@ case $command in
   start) start ;;
   stop)
     [ -f "$SLURM_CONF" ] || die "no cluster in $folder."
-    if running slurmctld; then scancel --user="$(id -un)" 2> /dev/null || true; fi
+    if running slurmctld; then end_jobs; fi
     for daemon in slurmd slurmctld munged; do end "$daemon"; done
     ;;
   restart-controller)

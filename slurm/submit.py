@@ -20,7 +20,7 @@ from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
 from experiments.snapshot import take_snapshot
-from experiments.sweep import Job, load_jobs
+from experiments.sweep import Job, load_jobs, save_jobs
 from experiments.sweep_display import SweepDisplay
 from experiments.sweep_plan import folder_of, plan
 from otb.records import RunError, timestamp, write_atomically
@@ -36,16 +36,15 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
     folder = folder_of(sweep)
     jobs = plan(loader, sweep, job_overrides, processes=options["nodes"] * options["tasks_per_node"])
     with FileLock(folder / ".submitting.lock"):  # the same command twice at a time sends the runs once
-        adopt(folder, jobs)
+        known = adopt(folder, jobs)
         finished = set() if sweep.overwrite else {"done"}
         states, _ = look(folder, jobs)
         wanted = [job for job, state in zip(jobs, states, strict=True) if state.over and state.state not in finished]
         refused = [job for job in jobs if job.error is not None]
         sent = [job for job in wanted if job.error is None]
-        for job in refused:
-            job.save(folder)
-            if not options["wait"]:  # else the table says so
-                print(f"{job.number}: refused: {job.error}", file=sys.stderr)
+        for job in refused if not options["wait"] else ():  # else the table says so
+            print(f"{job.number}: refused: {job.error}", file=sys.stderr)
+        save_jobs(folder, [job for job in jobs if job.error or (job.number not in known and job not in sent)])
         ids = []
         if sent:
             code = str(take_snapshot(folder / ".code"))
@@ -60,21 +59,20 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
         wait(folder)
 
 
-def adopt(folder: Path, jobs: list[Job]) -> None:
-    """Writes the job files of a new sweep, or takes over what those of an earlier submission say.
+def adopt(folder: Path, jobs: list[Job]) -> set[int]:
+    """Takes over what the job files of an earlier submission say -> their numbers.
 
-    Raises RunError where they are of another sweep.
+    It may have been killed before it wrote all of them. Raises RunError where they are of another sweep.
     """
     earlier = load_jobs(folder) if any(folder.glob("job-*.json")) else []
-    if earlier and [job.run for job in earlier] != [job.run for job in jobs]:
-        raise RunError(
-            f"{folder} is the folder of a sweep over other runs ({len(earlier)} runs, here {len(jobs)}); a job number "
-            "must mean one run. Choose another sweep=NAME; what is done, queued or running is not sent again."
-        )
-    for job, before in zip(jobs, earlier, strict=False):
-        job.submission, job.job = before.submission, before.job
-    for job in jobs[len(earlier) :]:
-        job.save(folder)
+    for before in earlier:
+        if before.number >= len(jobs) or jobs[before.number].run != before.run:
+            raise RunError(
+                f"{folder} is the folder of a sweep over other runs, such as {before.run}; a job number must mean one "
+                "run. Choose another sweep=NAME; what is done, queued or running is not sent again."
+            )
+        jobs[before.number].submission, jobs[before.number].job = before.submission, before.job
+    return {before.number for before in earlier}
 
 
 def resend(folder: Path, jobs: list[Job]) -> list[str]:
@@ -97,7 +95,7 @@ def send(folder: Path, jobs: list[Job], submission: dict) -> list[str]:
         for job in part:
             job.submission, job.job = token, None
             job.error, job.starts, job.timeouts, job.kills, job.kills_at = None, 0, 0, 0, -1
-            job.save(folder)
+        save_jobs(folder, part)
         file = folder / "submissions" / f"{token}.json"
         write_atomically(file, json.dumps(submission, indent=1) + "\n")
         ids.append(sbatch(folder, token, submission))
