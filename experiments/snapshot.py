@@ -10,8 +10,8 @@ from pathlib import Path
 
 from experiments.environment import ROOT, SNAPSHOT_FACTS, commit, git, working_tree_diff
 
-SUFFIXES = (".py", ".yaml", ".jinja", ".mplstyle", ".toml", ".sh")
-NO_CODE = ("tests/data/", "notebooks/", "docs/")
+FOLDERS = ("analysis", "benchmarks", "conf", "experiments", "hydra_plugins", "otb", "slurm", "tests")
+BESIDE_PYTHON = (".yaml", ".jinja", ".mplstyle")  # code too, in FOLDERS; elsewhere a yaml may be a run's
 LARGEST_BYTES = 1 << 20
 
 
@@ -40,15 +40,16 @@ def take_snapshot(folder: Path) -> Path:
 
 
 def code_files() -> list[str]:
-    """Files of the project that code is made of: those of git, new ones included, or all where there is no git."""
+    """Files of the project that code is made of: those that git knows, new ones too, or all where there is no git."""
     names = git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
     if "experiments/run.py" not in names:
-        names = [str(path.relative_to(ROOT)) for top in ROOT.glob("[!.]*") for path in (top, *top.rglob("*"))]
-    return sorted(
-        name
-        for name in names
-        if name.endswith(SUFFIXES)
-        and not name.startswith(NO_CODE)
-        and (ROOT / name).is_file()
-        and (ROOT / name).stat().st_size <= LARGEST_BYTES
-    )
+        names = [str(path.relative_to(ROOT)) for top in FOLDERS for path in (ROOT / top).rglob("*")]
+    return sorted(name for name in names if is_code(Path(name)))
+
+
+def is_code(name: Path) -> bool:
+    if not name.parts or any(part.startswith(".") for part in name.parts) or name.parts[:2] == ("tests", "data"):
+        return False
+    if name.suffix != ".py" and not (name.suffix in BESIDE_PYTHON and name.parts[0] in FOLDERS):
+        return False
+    return (ROOT / name).is_file() and (ROOT / name).stat().st_size <= LARGEST_BYTES
