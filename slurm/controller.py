@@ -24,7 +24,8 @@ def queued_runs(folder: Path) -> tuple[dict[str, Queued], set[str]] | None:
     """
     form = "%A|%F|%K|%T|%r|%j"
     try:
-        listed = command("squeue", "--me", "--noheader", "--array", f"--format={form}")
+        owner = folder.stat().st_uid  # others may look at a sweep too
+        listed = command("squeue", f"--user={owner}", "--noheader", "--array", f"--format={form}")
     except (OSError, subprocess.SubprocessError):
         return None
     runs, raw_ids, numbers = {}, set(), {}
