@@ -119,8 +119,9 @@ def may_restart(job: Job, limit: int) -> bool:
 
 
 def reason_in(log: str) -> str:
-    """Why a run ended, from what it printed: what follows the last `error: `, or its last line."""
-    if (start := log.rfind("\nerror: ")) >= 0 or log.startswith("error: "):
-        return log[start + 1 :].removeprefix("error: ").strip()
-    lines = [line for line in log.splitlines() if line.strip()]
+    """Why a run ended, from what it printed: what follows the last `error: `, or its last line. SLURM's lines aside."""
+    lines = [line for line in log.splitlines() if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
+    errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    if errors:
+        return "\n".join(lines[errors[-1] :]).removeprefix("error: ").strip()
     return lines[-1].strip() if lines else "it printed nothing"

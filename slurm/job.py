@@ -77,14 +77,15 @@ class Supervisor:
         if srun.returncode == 0:
             return 0, ""
         said = new_text(srun_log, before)
-        print(said, end="", flush=True)
-        return self._judge(said, before)
+        judged = self._judge(said, before)
+        print(said, end="", flush=True)  # into the log of the first process, which has been read now
+        return judged
 
     def _judge(self, said: str, before: dict[Path, int]) -> tuple[int, str]:
         """What srun said of the processes that left -> as _attempt. The first is the cause; srun ended the others."""
         left = list(LEFT.finditer(said))
         if not left:
-            return -1, f"srun could not run it: {reason_in(said)}"
+            return -1, f"srun could not run it: {said.strip()}"
         how = left[0]["how"]
         if not EXITED.match(how):
             return (INTERRUPTED if how.startswith(WARNINGS) else -1), self._where(left[0]) + how

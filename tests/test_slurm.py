@@ -231,6 +231,7 @@ def test_a_bad_configuration_fails_alone_with_its_reason_and_is_not_retried(clus
     assert "2 of 4 runs sent" in sweeps["mixed"].stdout and "2 refused" in sweeps["mixed"].stdout
     folder = sweeps["runs_dir"] / "mixed"
     assert sorted(job["starts"] for job in job_files(folder)) == [0, 0, 1, 1]
+    assert sum((job["error"] or "").endswith("Try prompts_per_step=2.") for job in job_files(folder)) == 1
     code, printed = cluster.status(folder, "--failed")
     assert code == 1 and "1 done, 3 failed" in printed
     assert "more than the 2 training prompts" in printed and "baseline grpo" in " ".join(printed.split())

@@ -140,6 +140,7 @@ def test_the_reason_of_a_run_is_its_error_or_its_last_line():
         reason_in("training 1/6\nerror: seed=x must be whole.\nTry seed=0.\n") == "seed=x must be whole.\nTry seed=0."
     )
     assert reason_in("Traceback (most recent call last):\n  ...\nValueError: no\n\n") == "ValueError: no"
+    assert reason_in("error: x=1 is odd.\nsrun: error: vm: task 0: Exited with exit code 2\n") == "x=1 is odd."
     assert reason_in("") == "it printed nothing"
 
 
