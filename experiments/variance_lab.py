@@ -158,6 +158,8 @@ class Measurements:
                 continue
             drawn = self._sample(kind, rows[start : start + at_once], start, samples)
             for file, rollouts in zip(files, drawn, strict=True):
+                if file.exists():
+                    continue
                 task = partial(workers.measure_prompt, rollouts, kind == "judged")
                 yield self._pool.submit(workers.whole_file, task, file)
 

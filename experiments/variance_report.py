@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -37,19 +38,26 @@ def estimator_table(results: pd.DataFrame, size: int) -> Table:
     """Sorted by noise; the interval is over prompts."""
     prompts = int(results.prompts.iloc[0])
     title = f"N = {size}: noise-to-signal relative to rloo, {prompts} prompts, 95 % intervals over prompts"
-    table = Table("estimator", "noise / rloo", "interval", "/ energy_probe", title=title)
+    table = Table(title=title)
+    for column in ("estimator", "noise / rloo", "interval", "/ energy_probe"):
+        table.add_column(column, no_wrap=column in ("estimator", "interval"))
     for column in ("noise", "bias", "1 - cos^2", "scale", "cosine"):
         table.add_column(column)
     has_oracle = "energy_ratio" in results and results.energy_ratio.notna().any()
     if has_oracle:
         table.add_column("energy / oracle")
     for row in results.sort_values("relative_noise").itertuples():
-        cells = [f"{row.relative_noise:.2f}", f"[{row.relative_noise_low:.2f}, {row.relative_noise_high:.2f}]"]
-        cells += [f"{row.over_probe:.2f} [{row.over_probe_low:.2f}, {row.over_probe_high:.2f}]"]
+        cells = [f"{row.relative_noise:.2f}", interval(row.relative_noise_low, row.relative_noise_high)]
+        cells += [f"{row.over_probe:.2f} {interval(row.over_probe_low, row.over_probe_high)}"]
         cells += [f"{row.noise:.2f}", f"{row.bias:.3f}", f"{row.direction_bias:.3f}", f"{row.scale:.2f}"]
         cells += [f"{row.cosine:.2f}", *([f"{row.energy_ratio:.2f}"] if has_oracle else [])]
         table.add_row(row.estimator, *cells)
     return table
+
+
+def interval(low: float, high: float) -> str:
+    """Rich would take [nan, nan] for a style."""
+    return "unknown" if math.isnan(low) else f"[{low:.2f}, {high:.2f}]"
 
 
 def proxy_on_screen(quality: pd.DataFrame) -> Table:

@@ -53,6 +53,17 @@ def test_leaves_import_nothing_of_the_project_beyond_what_is_listed(leaf):
     assert imports_of(ROOT / "otb" / f"{leaf}.py") <= LEAF_MAY_IMPORT.get(leaf, set())
 
 
+def test_laboratory_reads_the_mathematics_and_samples_by_the_trainer_alone():
+    """Statistics, scores and the oracle need neither TRL nor a configuration; sampling.py alone goes through TRL."""
+    mathematics = {"otb", "otb.baselines", "otb.advantages", "otb.rollouts", "otb.score_norms", "otb.exact_norms"}
+    for path in (ROOT / "otb" / "laboratory").glob("*.py"):
+        outside = {name for name in imports_of(path) if not name.startswith("otb.laboratory")}
+        allowed = (
+            {"otb.trainer", "otb.tool_rollouts", "otb.baselines.none"} if path.name == "sampling.py" else mathematics
+        )
+        assert outside <= allowed, path.name
+
+
 def test_only_the_trainers_touch_the_inside_of_trl():
     for path in (ROOT / "otb").rglob("*.py"):
         if path.name not in ("trainer.py", "tool_calls.py"):
@@ -62,7 +73,7 @@ def test_only_the_trainers_touch_the_inside_of_trl():
 @pytest.mark.parametrize(
     "module",
     ["otb", "otb.records", "otb.run_lock", "otb.options", "otb.baselines.otb", "otb.baselines.energy_probe"]
-    + ["experiments.settings"],
+    + ["experiments.settings", "experiments.variance", "otb.baselines.trajectory_cv"],
 )
 def test_importing_the_light_modules_imports_no_torch(module):
     code = f"import {module}, sys; sys.exit(bool({{'torch', 'trl', 'transformers'}} & set(sys.modules)))"
