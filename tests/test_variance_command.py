@@ -1,6 +1,8 @@
 """`python experiments/variance.py`: what it leaves, that it measures nothing twice, and what it refuses."""
 
+import json
 import os
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -178,6 +180,15 @@ def test_too_few_prompts_are_refused_with_what_would_fit(policy, tmp_path, log):
     values = SMALL | {"model.name": policy, "runs_dir": tmp_path, "fit_steps": 4}
     code, printed = commands.run([f"{key}={value}" for key, value in values.items()], log, script="variance")
     assert code == 2 and "need 11 prompts; the task has 10" in printed and "Traceback" not in printed
+
+
+def test_a_policy_that_is_not_sampled_from_its_softmax_is_refused(policy, tmp_path, log):
+    shutil.copytree(policy, tmp_path / "policy")
+    file = tmp_path / "policy" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"typical_p": 0.9}))
+    values = SMALL | {"model.name": tmp_path / "policy", "runs_dir": tmp_path}
+    code, printed = commands.run([f"{key}={value}" for key, value in values.items()], log, script="variance")
+    assert code == 2 and "error: typical_p=0.9 in the model's generation_config.json" in printed
 
 
 def test_quick_changes_what_the_command_line_does_not_set():
