@@ -12,10 +12,21 @@ import numpy as np
 import pandas as pd
 
 from analysis.style import PAGE, colour, figure, keep_numbers, marker, save
+from otb.records import RunError
 
 RATIOS = ("relative_noise", "over_probe")
 SHOWN = (4, 32)  # group sizes, where they were measured
+MEASURED = [f"{name}{end}" for name in (*RATIOS, "direction_bias") for end in ("", "_low", "_high")]
 SHARES = np.linspace(0, 1, 201)[1:]
+
+
+def require(table: pd.DataFrame, *columns: str) -> None:
+    """Raises RunError where a table lacks a column that is to be drawn."""
+    if missing := [column for column in columns if column not in table]:
+        raise RunError(
+            f"The measurement has no {', '.join(missing)}. Run experiments/variance.py again: it writes its tables "
+            "anew and measures nothing twice."
+        )
 
 
 def draw_all(results: pd.DataFrame, tokens: pd.DataFrame, folder: Path) -> list[Path]:
@@ -26,6 +37,7 @@ def draw_all(results: pd.DataFrame, tokens: pd.DataFrame, folder: Path) -> list[
 
 def noise(results: pd.DataFrame):
     """Noise-to-signal relative to rloo, one panel per group size, estimators from best to worst. -> array of axes."""
+    require(results, "estimator", "group_size", "prompts", *MEASURED[:3])
     sizes = sorted(results.group_size.unique())
     order = results.groupby("estimator").relative_noise.mean().sort_values(ascending=False).index
     _, axes = figure(len(sizes), PAGE, 0.19 * len(order) + 1.0, sharey=True, squeeze=False)
@@ -44,6 +56,7 @@ def noise(results: pd.DataFrame):
 
 def bias_and_noise(results: pd.DataFrame):
     """Direction bias 1 - cos^2(E g, mu) against relative noise, one panel per group size. -> array of axes."""
+    require(results, "estimator", "group_size", "prompts", *MEASURED)
     sizes = sorted(results.group_size.unique())
     _, axes = figure(len(sizes), PAGE, 2.6, sharey=True, squeeze=False)
     for ax, size in zip(axes[0], sizes, strict=True):
@@ -66,10 +79,15 @@ def subtitle(results: pd.DataFrame) -> str:
 
 def proxy(tokens: pd.DataFrame):
     """Exact norm against proxy per token, and what share of the energy the largest tokens hold. -> array of axes."""
+    require(tokens, "prompt", "proxy", "exact")
     _, axes = figure(2, PAGE, 2.5)
     positive = tokens[(tokens.proxy > 0) & (tokens.exact > 0)]
     axes[0].hexbin(positive.proxy, positive.exact, xscale="log", yscale="log", bins="log", gridsize=45, cmap="Greys")
-    axes[0].set(xlabel="proxy $w_t$", ylabel="exact $\\|s_t\\|^2$", title=f"{len(tokens):,} tokens")
+    axes[0].set(
+        xlabel="proxy $w_t$",
+        ylabel="exact $\\|s_t\\|^2$",
+        title=f"{len(tokens):,} tokens of {tokens.prompt.nunique()} prompts",
+    )
     curves = pd.DataFrame({"share_of_tokens": SHARES} | {name: held(tokens[name]) for name in ("proxy", "exact")})
     for name, line in (("proxy", "--"), ("exact", "-")):
         axes[1].plot(curves.share_of_tokens, curves[name], line, color="black", label=name)
@@ -87,6 +105,8 @@ def held(energy: pd.Series) -> np.ndarray:
 
 def side_by_side(measurements: dict[str, pd.DataFrame], sizes: tuple[int, ...]):
     """Relative noise of every estimator per measurement, one panel per group size. -> array of axes."""
+    for results in measurements.values():
+        require(results, "estimator", "group_size", "prompts", *MEASURED[:3])
     table = pd.concat([results.assign(measurement=name) for name, results in measurements.items()])
     order = table.groupby("estimator").relative_noise.mean().sort_values(ascending=False).index
     _, axes = figure(len(sizes), PAGE, 0.19 * len(order) + 1.4, sharey=True, squeeze=False)
@@ -95,7 +115,8 @@ def side_by_side(measurements: dict[str, pd.DataFrame], sizes: tuple[int, ...]):
             part = results[results.group_size == size].set_index("estimator").reindex(order)
             y = np.arange(len(order)) + 0.14 * (place - (len(measurements) - 1) / 2)
             ax.hlines(y, part.relative_noise_low, part.relative_noise_high, color=f"C{place}", lw=0.8)
-            ax.plot(part.relative_noise, y, "o", color=f"C{place}", ms=2.5, label=name)
+            label = f"{name}, {int(results.prompts.iloc[0])} prompts"
+            ax.plot(part.relative_noise, y, "o", color=f"C{place}", ms=2.5, label=label)
         ax.axvline(1, color="0.6", lw=0.6, zorder=0)
         ax.set(title=f"N = {size}", xlabel="noise / noise of rloo", yticks=range(len(order)), yticklabels=order)
         ax.set_xlim(left=0)
@@ -120,10 +141,27 @@ def markdown(results: pd.DataFrame, sizes: tuple[int, ...]) -> str:
     return "\n".join(lines)
 
 
+def names(folders: list[Path]) -> list[str]:
+    """TASK-MODEL[-STEP], with the digest of the measurement where two would be called the same."""
+    short = [folder.resolve().name.rpartition("-")[0] for folder in folders]
+    return [
+        folder.resolve().name if short.count(name) > 1 else name for folder, name in zip(folders, short, strict=True)
+    ]
+
+
 def main(folders: list[Path]) -> None:
-    """Tables of each folder on standard output; one figure of all, laboratory.png, beside the first folder."""
-    measurements = {folder.name.rpartition("-")[0]: pd.read_csv(folder / "estimators.csv") for folder in folders}
-    sizes = sorted(set.intersection(*(set(results.group_size) for results in measurements.values())))
+    """Tables of each folder on standard output; one figure of all, laboratory.png, beside the first. Raises RunError."""
+    if not folders:
+        raise RunError("Which measurements? Give folders: python -m analysis.laboratory runs/variance/*")
+    if lacking := [str(folder) for folder in folders if not (folder / "estimators.csv").is_file()]:
+        raise RunError(f"{', '.join(lacking)}: no estimators.csv. Give folders of finished experiments/variance.py.")
+    tables = [pd.read_csv(folder / "estimators.csv") for folder in folders]
+    for results in tables:
+        require(results, "estimator", "group_size", "prompts", *MEASURED)
+    measurements = dict(zip(names(folders), tables, strict=True))
+    sizes = sorted(set.intersection(*(set(results.group_size) for results in tables)))
+    if not sizes:
+        raise RunError("The measurements have no group size in common. Measure again with the same group_sizes.")
     ends = SHOWN if set(SHOWN) <= set(sizes) else tuple(dict.fromkeys((sizes[0], sizes[-1])))
     for name, results in measurements.items():
         print(f"### {name}, {int(results.prompts.iloc[0])} prompts\n\n{markdown(results, ends)}\n")
@@ -132,4 +170,7 @@ def main(folders: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main([Path(folder) for folder in sys.argv[1:]])
+    try:
+        main([Path(folder) for folder in sys.argv[1:]])
+    except RunError as error:
+        sys.exit(f"error: {error}")

@@ -106,7 +106,7 @@ def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
 
 def command_line(arguments: list[str]) -> None:
     """`python experiments/variance.py ARGUMENTS`. Exits with 2 for what is refused, 130 after Ctrl-C."""
-    sys.argv = [str(Path(__file__)), *settings.accept_open_keys(arguments)]
+    sys.argv = [str(Path(__file__)), *settings.accept_open_keys([quoted(argument) for argument in arguments])]
     try:
         settings.refuse_unknown_choices(sys.argv[1:], "variance")
         main()
@@ -116,6 +116,15 @@ def command_line(arguments: list[str]) -> None:
     except KeyboardInterrupt:
         print("stopped; the same command goes on with what is not measured yet", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def quoted(argument: str) -> str:
+    """`checkpoint=PATH` as Hydra wants it: the names of runs have `=` in them."""
+    key, _, value = argument.partition("=")
+    if key != "checkpoint" or value in ("", "null") or value[0] in "'\"":
+        return argument
+    escaped = value.replace("'", "\\'")
+    return f"checkpoint='{escaped}'"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.trainer_utils import set_seed
 
@@ -96,7 +96,7 @@ def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
         if not Path(adapter).exists():
             set_seed(cfg.seed)
             get_peft_model(load_model(base, cfg.model.revision, "float32"), lora).save_pretrained(adapter)
-    load = partial(load_policy, base, cfg.model.revision, adapter)
+    load = partial(workers.load_policy, base, cfg.model.revision, adapter)
     model = load()
     try:
         trainable(model)
@@ -104,13 +104,6 @@ def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
     except ValueError as error:
         raise RunError(str(error)) from error
     return load
-
-
-def load_policy(base: str, revision: str | None, adapter: str | None):
-    model = load_model(base, revision, "float32")
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    return model.eval()
 
 
 class Measurements:
@@ -158,6 +151,8 @@ class Measurements:
                 continue
             drawn = self._sample(kind, rows[start : start + at_once], start, samples)
             for file, rollouts in zip(files, drawn, strict=True):
+                if file.exists():
+                    continue
                 task = partial(workers.measure_prompt, rollouts, kind == "judged")
                 yield self._pool.submit(workers.whole_file, task, file)
 

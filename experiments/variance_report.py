@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -43,12 +44,17 @@ def estimator_table(results: pd.DataFrame, size: int) -> Table:
     for column in (*columns, *(["energy / oracle"] if has_oracle else [])):
         table.add_column(column)
     for row in results.sort_values("relative_noise").itertuples():
-        cells = [f"{row.relative_noise:.2f} [{row.relative_noise_low:.2f}, {row.relative_noise_high:.2f}]"]
-        cells += [f"{row.over_probe:.2f} [{row.over_probe_low:.2f}, {row.over_probe_high:.2f}]"]
+        cells = [f"{row.relative_noise:.2f} {interval(row.relative_noise_low, row.relative_noise_high)}"]
+        cells += [f"{row.over_probe:.2f} {interval(row.over_probe_low, row.over_probe_high)}"]
         cells += [f"{row.noise:.2f}", f"{row.bias:.3f}", f"{row.direction_bias:.3f}", f"{row.scale:.2f}"]
         cells += [f"{row.cosine:.2f}", *([f"{row.energy_ratio:.2f}"] if has_oracle else [])]
         table.add_row(row.estimator, *cells)
     return table
+
+
+def interval(low: float, high: float) -> str:
+    """Rich would take [nan, nan] for a style."""
+    return "unknown" if math.isnan(low) else f"[{low:.2f}, {high:.2f}]"
 
 
 def proxy_on_screen(quality: pd.DataFrame) -> Table:

@@ -1,9 +1,12 @@
-"""The real command in processes that tests may kill: `experiments/run.py` forked from a server that has imported torch.
+"""The real commands in processes that tests may kill: `experiments/run.py` and `experiments/variance.py`.
+
+They are forked from a server that has imported torch.
 
 The imports cost seconds, and a test that kills a run twenty times would pay them twenty times.
 """
 
 import ctypes
+import importlib
 import json
 import multiprocessing
 import os
@@ -15,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PRELOAD = ["experiments.run", "experiments.train", "experiments.summary", "analysis.learning_curves"]
-PRELOAD += ["tests.parity_task", "tests.commands"]
+PRELOAD += ["experiments.variance", "experiments.variance_lab", "tests.parity_task", "tests.commands"]
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
 
@@ -42,12 +45,14 @@ def arguments(runs_dir: Path, **changed) -> list[str]:
     return [f"{key}={value}" for key, value in values.items() if value is not None]
 
 
-def start(given: list[str], log: Path, limit: int | None = None, **environment) -> multiprocessing.Process:
-    """The command in a process of its own; what it prints goes into `log`.
+def start(
+    given: list[str], log: Path, limit: int | None = None, script: str = "run", **environment
+) -> multiprocessing.Process:
+    """`experiments/SCRIPT.py` in a process of its own; what it prints goes into `log`.
 
     limit: the largest file that it may write, in bytes: a full disk. File modes hold for it even where root runs it.
     """
-    process = context.Process(target=_command, args=(given, str(log), limit, environment))
+    process = context.Process(target=_command, args=(script, given, str(log), limit, environment))
     process.start()
     return process
 
@@ -61,14 +66,16 @@ def run(given: list[str], log: Path, **options) -> tuple[int, str]:
     return process.exitcode, log.read_bytes()[before:].decode()
 
 
-def run_command_line(given: list[str], cwd: Path = ROOT, **environment) -> subprocess.CompletedProcess:
-    """`python experiments/run.py ...` as a user types it."""
+def run_command_line(
+    given: list[str], cwd: Path = ROOT, script: str = "run", **environment
+) -> subprocess.CompletedProcess:
+    """`python experiments/SCRIPT.py ...` as a user types it."""
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    command = [sys.executable, str(ROOT / "experiments" / "run.py"), *given]
+    command = [sys.executable, str(ROOT / "experiments" / f"{script}.py"), *given]
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=120)
 
 
-def _command(given: list[str], log: str, limit: int | None, environment: dict[str, str]) -> None:
+def _command(script: str, given: list[str], log: str, limit: int | None, environment: dict[str, str]) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -76,9 +83,7 @@ def _command(given: list[str], log: str, limit: int | None, environment: dict[st
     obey_file_modes()
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    from experiments.run import command_line
-
-    command_line(given)
+    importlib.import_module(f"experiments.{script}").command_line(given)
 
 
 def obey_file_modes() -> None:

@@ -55,6 +55,16 @@ def test_leaves_import_nothing_of_the_project_beyond_what_is_listed(leaf):
     assert imports_of(ROOT / "otb" / f"{leaf}.py") <= LEAF_MAY_IMPORT.get(leaf, set())
 
 
+def test_laboratory_reads_the_mathematics_and_samples_by_the_trainer_alone():
+    """Statistics, scores and the oracle need neither TRL nor a configuration; sampling.py alone goes through TRL."""
+    mathematics = {"otb", *(f"otb.{name}" for name in ("baselines", "advantages", "rollouts", "models"))}
+    mathematics |= {"otb.score_norms", "otb.exact_norms"}
+    sampling = {"otb.trainer", "otb.tool_rollouts", "otb.baselines.none"}
+    for path in (ROOT / "otb" / "laboratory").glob("*.py"):
+        outside = {name for name in imports_of(path) if not name.startswith("otb.laboratory")}
+        assert outside <= (sampling if path.name == "sampling.py" else mathematics), path.name
+
+
 def test_only_the_trainers_touch_the_inside_of_trl():
     for path in (ROOT / "otb").rglob("*.py"):
         if path.name not in ("trainer.py", "tool_calls.py"):
@@ -73,7 +83,7 @@ def test_slurm_builds_on_the_light_half_of_the_experiments():
 
 
 LIGHT = ["otb", "otb.records", "otb.run_lock", "otb.options", "otb.warning_signal", "otb.baselines.otb"]
-LIGHT += ["otb.baselines.energy_probe", "otb.baselines.trajectory_cv"]
+LIGHT += ["otb.baselines.energy_probe", "otb.baselines.trajectory_cv", "experiments.variance"]
 LIGHT += ["experiments.settings", "experiments.run", "experiments.local_sweep", "experiments.sweep_plan"]
 LIGHT += ["slurm", "slurm.submit", "slurm.status", "slurm.job", "slurm.rank", "hydra_plugins.otb_launchers"]
 

@@ -82,7 +82,7 @@ SETTINGS = {
     "baseline=trajectory_cv baseline.pseudo_rollouts=0": (
         "pseudo_rollouts=0",
         "must be above 0",
-        "Try pseudo_rollouts",
+        "Try ",
     ),
     "baseline=trajectory_cv trainer.top_k=5": ("top_k=5", "not the distribution sampled from", "Use top_k=0"),
     "baseline=value baseline.epochs=0": ("baseline.epochs=0", "whole number >= 1", "Try baseline.epochs=10"),

@@ -115,3 +115,12 @@ def test_every_yaml_composes(group):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for path in (ROOT / "conf" / group).glob("*.yaml"):
             assert compose("config", overrides=[f"{group}={path.stem}"])
+
+
+@pytest.mark.parametrize("group", ["task", "model", "sandbox"])
+def test_every_yaml_composes_into_a_measurement_of_the_variance(group):
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        for path in (ROOT / "conf" / group).glob("*.yaml"):
+            assert compose("variance", overrides=[f"{group}={path.stem}"]).oracle.continuations

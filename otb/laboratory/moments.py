@@ -68,6 +68,7 @@ def judge(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
         direction_bias     1 - cos^2(E g, mu)
         energy_ratio       sum_t w_t A_t^2 / c^2 over that of the oracle, on the oracle's rollouts; no interval
         cosine             <E g, mu> / sqrt(E||g||^2 ||mu||^2): of one group's gradient with the true one
+    NaN: the estimate of a denominator is not positive. KeyError: a prompt is missing for an estimator.
     """
     prompts = np.sort(table.prompt.unique())
     draws = np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), RESAMPLES)
@@ -78,8 +79,9 @@ def judge(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
         found = statistics(*sums.T, prompts=len(prompts))
         noises[estimator, size] = found["noise"]
         if "energy" in part and part.energy.notna().any():
-            known = part[part.energy.notna()]
-            found["energy_ratio"] = np.array([known.energy.sum() / found["scale"][0] ** 2 / known.oracle_energy.sum()])
+            energy, bound = part.loc[part.energy.notna(), ["energy", "oracle_energy"]].sum()
+            ratio = energy / found["scale"][0] ** 2 / bound if bound > 0 else np.nan
+            found["energy_ratio"] = np.array([ratio])
         rows.append({"estimator": estimator, "group_size": size, "prompts": len(prompts), **found})
     for row in rows:
         for column, against in (("relative_noise", "rloo"), ("over_probe", "energy_probe")):

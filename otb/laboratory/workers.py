@@ -7,13 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 
 from otb.laboratory.estimators import Prompt, rollout_advantages, rollout_gradients
 from otb.laboratory.moments import moments, partitions
 from otb.laboratory.oracle import oracle
 from otb.laboratory.scores import Measured, Rollout, Sketch, measure
+from otb.models import load_model
 
 _policy: dict = {}  # of this process
+
+
+def load_policy(base: str, revision: str | None, adapter: str | None):
+    """The policy in float32 with the adapter in the folder `adapter`, None = without one; in evaluation mode."""
+    model = load_model(base, revision, "float32")
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    return model.eval()
 
 
 def start(load: Callable, sketch: int, temperature: float) -> None:

@@ -1,0 +1,203 @@
+"""`python experiments/variance.py`: what it leaves, that it measures nothing twice, and what it refuses."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from otb.laboratory.scores import Measured
+from otb.records import RunDirectory
+from tests import commands
+from tests.commands import ROOT
+
+SMALL = {
+    "task._target_": "tests.parity_task.Parity",
+    "task.train_prompts": 10,
+    "task.eval_prompts": 4,
+    "task.max_completion_length": 6,
+    "prompts": 3,
+    "samples": 8,
+    "group_sizes": "[2,4]",
+    "fit_steps": 2,
+    "prompts_per_step": 2,
+    "partitions": 2,
+    "sketch": 61,
+    "oracle.prompts": 1,
+    "oracle.rollouts": 1,
+    "oracle.continuations": 4,
+    "workers": 1,
+}
+BASELINES = {path.stem for path in (ROOT / "conf" / "baseline").glob("*.yaml")}
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs") / "log"
+
+
+def laboratory(log, policy, runs_dir, **changed) -> str:
+    """The command to its end -> what it printed. `changed` with `__` for a dot."""
+    values = SMALL | {"model.name": policy, "runs_dir": runs_dir}
+    values |= {key.replace("__", "."): value for key, value in changed.items()}
+    code, printed = commands.run([f"{key}={value}" for key, value in values.items()], log, script="variance")
+    assert code == 0, printed
+    return printed
+
+
+def the_folder(runs_dir):
+    (config,) = (runs_dir / "variance").glob("*/config.yaml")
+    return config.parent
+
+
+def times(folder) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in (folder / "prompts").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def runs(policy, tmp_path_factory, log):
+    """name -> checkpoint of a run of two steps: of the whole policy, and of an adapter."""
+    found = {}
+    for name, changed in (("whole", {}), ("adapter", {"model__lora__r": 2})):
+        runs_dir = tmp_path_factory.mktemp(name)
+        code, printed = commands.run(commands.arguments(runs_dir, model__name=policy, steps=2, **changed), log)
+        assert code == 0, printed
+        run = RunDirectory(commands.the_run(runs_dir))
+        found[name] = run.checkpoint(max(run.checkpoint_steps()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(policy, runs, tmp_path_factory, log):
+    """The folder of a measurement of a checkpoint, and what the command printed."""
+    runs_dir = tmp_path_factory.mktemp("measured")
+    printed = laboratory(log, policy, runs_dir, checkpoint=runs["whole"])
+    return the_folder(runs_dir), printed
+
+
+def test_measurement_of_a_checkpoint_leaves_its_tables_and_figures_and_names_every_baseline(measured):
+    folder, printed = measured
+    assert folder.name.startswith("arithmetic-tiny-step-00000002-")
+    for name in ("config.yaml", "moments.csv", "estimators.csv", "proxy.csv", "tokens.parquet"):
+        assert (folder / name).stat().st_size > 0
+    figures = {path.name for path in (folder / "figures").iterdir()}
+    assert figures == {f"{name}.{end}" for name in ("noise", "bias", "proxy") for end in ("png", "pdf", "csv")}
+    assert all(f" {name} " in printed for name in BASELINES)
+    assert "N = 2" in printed and "N = 4" in printed and "3 prompts" in printed and str(folder) in printed
+
+    results = pd.read_csv(folder / "estimators.csv")
+    assert set(results.estimator) == BASELINES and (results.groupby("estimator").group_size.nunique() == 2).all()
+    rows = pd.read_csv(folder / "moments.csv")
+    assert len(rows) == 3 * 2 * len(BASELINES) and rows[["power", "signal", "overlap", "truth"]].notna().all().all()
+    assert (rows.oracle_energy.notna() == (rows.prompt == 0)).all()
+    assert rows.groupby("prompt").truth.nunique().eq(1).all()  # the same truth for every estimator
+    # rloo is group_mean times N / (N - 1), to the rounding of float32
+    by = rows.set_index(["estimator", "group_size", "prompt"])
+    for size in (2, 4):
+        ratio = by.power["rloo"][size] / by.power["group_mean"][size]
+        np.testing.assert_allclose(ratio[by.power["rloo"][size] > 0], (size / (size - 1)) ** 2, rtol=1e-4)
+    tokens = pd.read_parquet(folder / "tokens.parquet")
+    kept = [Measured.load(folder / "prompts" / f"judged-{i:04d}-8.npz") for i in range(3)]
+    assert len(tokens) == sum(prompt.lengths.sum() for prompt in kept)
+
+
+def test_what_is_missing_is_measured_again_to_the_digit_and_what_is_there_is_left_alone(measured, policy, runs, log):
+    """As after a kill: a file bears its name when it is whole."""
+    folder, _ = measured
+    results, before = (folder / "estimators.csv").read_bytes(), times(folder)
+    missing = ["judged-0001-8.npz", "fit-0002-4.npz", *(name for name in before if name.startswith("oracle"))]
+    assert len(before) == 3 + 4 + 1 and len(missing) == 3
+    for name in missing:
+        (folder / "prompts" / name).unlink()
+    laboratory(log, policy, folder.parent.parent, checkpoint=runs["whole"])
+    assert (folder / "estimators.csv").read_bytes() == results
+    after = times(folder)
+    assert after.keys() == before.keys() and {name for name in after if after[name] != before[name]} == set(missing)
+
+
+def test_other_estimators_group_sizes_and_partitions_measure_nothing_again(measured, policy, runs, log):
+    folder, _ = measured
+    before = times(folder)
+    changed = {"group_sizes": "[4]", "estimators": "[otb]", "partitions": 3, "prompts": 2}
+    printed = laboratory(log, policy, folder.parent.parent, checkpoint=runs["whole"], **changed)
+    assert times(folder) == before and "exact scores: 2 done, 2 of them before" in printed
+    results = pd.read_csv(folder / "estimators.csv")
+    assert list(results.estimator) == ["rloo", "energy_probe", "otb"] and (results.prompts == 2).all()
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["of a run", "fresh"])
+def test_adapter_is_measured_in_its_own_parameters(policy, runs, tmp_path, log, trained):
+    """A fresh one is drawn once and kept: its B is 0 and only B has a gradient."""
+    changed = {"checkpoint": runs["adapter"]} if trained else {"model__lora__r": 2}
+    laboratory(log, policy, tmp_path, prompts=2, oracle__prompts=0, group_sizes="[2]", estimators="otb", **changed)
+    folder = the_folder(tmp_path)
+    assert (folder / "adapter").exists() == (not trained)
+    found = Measured.load(folder / "prompts" / "judged-0000-8.npz")
+    assert (found.token_norms > 0).any() and np.isfinite(found.sketches).all()
+    assert "energy_ratio" not in pd.read_csv(folder / "estimators.csv")
+
+
+# ---- what is refused
+
+REFUSED = {
+    "group_sizes=[4,80]": ("group_sizes=[4, 80]", "samples / 2 = 64", "Try group_sizes=[4,8]"),
+    "group_sizes=4": ("group_sizes=4", "whole numbers from 2", "Try group_sizes=[4,8]"),
+    "estimators=[otb,otb_lo]": ("otb_lo is no baseline", "Did you mean otb_loo?", "Known: "),
+    "estimators=rlo": ("rlo is no baseline", "Did you mean rloo?", "Known: "),
+    "checkpoint=nowhere/step-1": ("checkpoint=nowhere/step-1", "is not a folder", "Give RUN/checkpoints"),
+    "oracle.continuations=7": ("oracle.continuations=7", "must be even", "Try oracle.continuations=8"),
+    "oracle.prmpts=7": ("oracle.prmpts", "no key of oracle", "Did you mean prompts?"),
+    "samples=3": ("samples=3", "whole number >= 4", "Try samples=4"),
+    "workers=0": ("workers=0", "whole number >= 1", "Try workers=1"),
+    "quick=perhaps": ("quick=perhaps", "true or false", "Try quick=false"),
+    "temperature=0": ("temperature=0", "positive number", "Try temperature=1.0"),
+    "baseline=otb": ("baseline", "no key of this project", "estimators"),
+    "task=gsm8": ("task=gsm8", "not one of the choices", "Did you mean gsm8k?"),
+    "model.lora.lora_alfa=4": ("model.lora.lora_alfa", "no field of peft.LoraConfig", "Did you mean lora_alpha?"),
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_cannot_be_measured_is_refused_in_one_line(given, tmp_path, log):
+    code, printed = commands.run([given, f"runs_dir={tmp_path / 'runs'}"], log, script="variance")
+    assert code == 2 and printed.startswith("error: ") and printed.count("\n") == 1
+    for part in REFUSED[given]:
+        assert part in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_refusals_come_within_two_seconds_of_the_processor(tmp_path):
+    before = os.times()
+    done = commands.run_command_line(["estimators=rlo", f"runs_dir={tmp_path}"], script="variance")
+    after = os.times()
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
+
+
+def test_too_few_prompts_are_refused_with_what_would_fit(policy, tmp_path, log):
+    values = SMALL | {"model.name": policy, "runs_dir": tmp_path, "fit_steps": 4}
+    code, printed = commands.run([f"{key}={value}" for key, value in values.items()], log, script="variance")
+    assert code == 2 and "need 11 prompts; the task has 10" in printed and "Traceback" not in printed
+
+
+def test_a_policy_that_is_not_sampled_from_its_softmax_is_refused(policy, tmp_path, log):
+    shutil.copytree(policy, tmp_path / "policy")
+    file = tmp_path / "policy" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"typical_p": 0.9}))
+    values = SMALL | {"model.name": tmp_path / "policy", "runs_dir": tmp_path}
+    code, printed = commands.run([f"{key}={value}" for key, value in values.items()], log, script="variance")
+    assert code == 2 and "error: typical_p=0.9 in the model's generation_config.json" in printed
+
+
+def test_quick_changes_what_the_command_line_does_not_set():
+    from hydra import compose, initialize_config_dir
+
+    from experiments.variance import apply_quick, check
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("variance", overrides=["quick=true", "samples=40"])
+        apply_quick(cfg, ["quick", "samples"])
+        assert (cfg.prompts, cfg.samples, cfg.oracle.prompts) == (12, 40, 4) and list(cfg.group_sizes) == [4, 8]
+        assert set(check(cfg)) == BASELINES and check(cfg)[:2] == ["rloo", "energy_probe"]
