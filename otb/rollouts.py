@@ -28,8 +28,6 @@ class RolloutGroups:
             trainable parameters; with rho_t s_t in the place of s_t under importance sampling.
         prefix_norms: (P, G, T) float >= 0 or None: exact ||sum_{j<=t} s_j||^2; like `energy` it keeps its last value
             after the last own token.
-        log_probs, log_sum_sq_probs: (P, G, T) float or None: log pi of each own token and log sum pi^2 over the
-            vocabulary, at the sampling temperature; 0 at t >= lengths.
         reduced: tensors (P, G, ...): what the baseline's `reduce` kept of each rollout's hidden states.
         totals: what it summed over all rollouts of all processes, any shape.
 
@@ -43,8 +41,6 @@ class RolloutGroups:
     token_returns: Tensor | None = None
     sequence_norms: Tensor | None = None
     prefix_norms: Tensor | None = None
-    log_probs: Tensor | None = None
-    log_sum_sq_probs: Tensor | None = None
     reduced: dict[str, Tensor] = field(default_factory=dict)
     totals: dict[str, Tensor] = field(default_factory=dict)
 
@@ -54,7 +50,7 @@ class RolloutGroups:
                 f"rewards {tuple(self.rewards.shape)} and lengths {tuple(self.lengths.shape)} must both be "
                 "(prompts, group_size)."
             )
-        for name in ("score_norms", "token_returns", "prefix_norms", "log_probs", "log_sum_sq_probs"):
+        for name in ("score_norms", "token_returns", "prefix_norms"):
             values = getattr(self, name)
             if values is not None and (values.dim() != 3 or values.shape[:2] != self.rewards.shape):
                 raise ValueError(
@@ -76,7 +72,7 @@ class RolloutGroups:
     @cached_property
     def tokens(self) -> int:
         """T, the width of the own-token axis; 1 where nothing per token was given."""
-        for per_token in (self.score_norms, self.log_probs, self.prefix_norms, self.token_returns):
+        for per_token in (self.score_norms, self.prefix_norms, self.token_returns):
             if per_token is not None:
                 return per_token.shape[2]
         return int(self.lengths.max()) if self.reduced and self.lengths.numel() else 1
@@ -130,7 +126,8 @@ class TokenStates:
         own: (B, T) bool: the rollout reaches its t-th own token.
         hidden_states: (B, T, d) float, detached: the final hidden state, after the last norm, that predicts own token
             t, which is what the LM head reads; 0 past the last own token.
-        log_probs: (B, T) float: log pi of the own token at the sampling temperature.
+        log_probs, log_sum_sq_probs: (B, T) float: log pi of the own token and log sum pi^2 over the vocabulary, at the
+            sampling temperature.
         score_norms: (B, T) float >= 0 or None: w, times rho^2 under importance sampling; None where not declared.
         scored: (B,) bool or None: False for a rollout without reward, which leaves every sum; None = all scored.
     """
@@ -138,6 +135,7 @@ class TokenStates:
     own: Tensor
     hidden_states: Tensor
     log_probs: Tensor
+    log_sum_sq_probs: Tensor
     score_norms: Tensor | None = None
     scored: Tensor | None = None
 

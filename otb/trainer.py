@@ -93,7 +93,7 @@ class OTBTrainer(GRPOTrainer):
         self._needs = baselines.needs_of(baseline)
         self._measures_noise = getattr(args, "measure_gradient_noise", False)
         wants_energy = self._measures_noise or getattr(args, "log_energy", False)
-        self._needs_score_norms = bool(self._needs & {"score_norms", "probabilities"}) or wants_energy
+        self._needs_score_norms = "score_norms" in self._needs or wants_energy
         if args is not None:
             refuse_options(args, baseline, self._needs_score_norms or baselines.needs_scores(baseline))
             if self._measures_noise:
@@ -221,8 +221,6 @@ class OTBTrainer(GRPOTrainer):
             probabilities = self._probabilities(output)
         if self._needs_score_norms:
             measured["score_norms"] = own.pack(proxy(output, *probabilities))
-        if "probabilities" in self._needs:
-            measured |= zip(("log_probs", "log_sum_sq_probs"), map(own.pack, probabilities), strict=True)
         for name in sorted(self._needs & EXACT_NORMS):
             measured[name] = self._exact_norms(output, getattr(exact_norms, name))
         return measured
@@ -288,6 +286,7 @@ class OTBTrainer(GRPOTrainer):
             own=own.own,
             hidden_states=own.pack(hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()),
             log_probs=own.pack(log_probs),
+            log_sum_sq_probs=own.pack(log_sum_sq_probs),
             score_norms=None if w is None else own.pack(w),
             scored=~self._summed_rewards()[first + rows].isnan(),
         )

@@ -11,7 +11,9 @@ WIDTH = 4  # of the hidden states
 
 
 def random_groups(seed=0, prompts=5, group_size=6, tokens=9, dtype=torch.float32) -> RolloutGroups:
-    """Hidden states (P, G, T, WIDTH), which no RolloutGroups of a real step holds, are in `reduced` for `seen_by`."""
+    """`reduced` holds what no RolloutGroups of a real step does, the token states that `seen_by` reads: hidden
+    (P, G, T, WIDTH), log_probs and log_sum_sq_probs (P, G, T).
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -27,11 +29,13 @@ def random_groups(seed=0, prompts=5, group_size=6, tokens=9, dtype=torch.float32
         rewards=rewards,
         lengths=lengths,
         score_norms=logit_gradient_proxy(log_probs, log_sum_sq_probs) * own,
-        log_probs=log_probs,
-        log_sum_sq_probs=log_sum_sq_probs,
         sequence_norms=random() * 9,
         prefix_norms=(random(tokens) * own).cumsum(-1),
-        reduced={"hidden": (random(tokens, WIDTH) - 0.3) * own.unsqueeze(-1)},
+        reduced={
+            "hidden": (random(tokens, WIDTH) - 0.3) * own.unsqueeze(-1),
+            "log_probs": log_probs,
+            "log_sum_sq_probs": log_sum_sq_probs,
+        },
     )
 
 
@@ -52,7 +56,8 @@ def token_states(rollouts: RolloutGroups, rows=slice(None)) -> TokenStates:
     return TokenStates(
         own=own,
         hidden_states=some(rollouts.reduced["hidden"]) * own.unsqueeze(-1),
-        log_probs=some(rollouts.log_probs),
+        log_probs=some(rollouts.reduced["log_probs"]),
+        log_sum_sq_probs=some(rollouts.reduced["log_sum_sq_probs"]),
         score_norms=some(rollouts.score_norms),
         scored=some(rollouts.scored),
     )

@@ -378,7 +378,9 @@ def test_examples_of_the_documentation_do_what_they_say():
 
 def test_token_states_know_the_last_own_token_and_leave_unscored_rollouts_out():
     own = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
-    states = TokenStates(own, torch.zeros(3, 3, 2), torch.zeros(3, 3), scored=torch.tensor([True, False, True]))
+    states = TokenStates(
+        own, torch.zeros(3, 3, 2), torch.zeros(3, 3), torch.zeros(3, 3), scored=torch.tensor([True, False, True])
+    )
     assert states.last.tolist() == [[False, True, False], [False, False, True], [False, False, False]]
     assert states.alive.tolist() == [[True, True, False], [False] * 3, [False] * 3]
 

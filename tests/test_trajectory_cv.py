@@ -10,61 +10,56 @@ import torch
 from otb import OTBTrainer
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.score_norms import logit_gradient_proxy
-from tests.groups import learned, random_groups
+from tests.groups import learned, random_groups, seen_by, token_states
 from tests.trainers import byte_reward, config, dataset
 
 
-def with_probability(rollouts, where, probability):
+def values(baseline, states):
+    return baseline.reduce(states)[0]["values"]
+
+
+def with_probability(states, where, probability):
     """The sampled token at `where` has another probability, and the distribution that it came from stays."""
-    log_probs = rollouts.log_probs.clone()
+    log_probs = states.log_probs.clone()
     log_probs[where] = math.log(probability)
-    return replace(rollouts, log_probs=log_probs, score_norms=proxy_of(rollouts, log_probs))
+    return replace(states, log_probs=log_probs, score_norms=proxy_of(states, log_probs))
 
 
-def proxy_of(rollouts, log_probs):
-    return logit_gradient_proxy(log_probs, rollouts.log_sum_sq_probs) * rollouts.own
+def proxy_of(states, log_probs):
+    return logit_gradient_proxy(log_probs, states.log_sum_sq_probs) * states.own
 
 
 def test_value_at_the_last_token_does_not_see_that_token_and_earlier_values_see_its_luck():
-    baseline, rollouts = learned(TrajectoryCV()), random_groups()
-    longest = rollouts.lengths == rollouts.lengths.max()
-    last = (*longest.nonzero()[0].tolist(), int(rollouts.lengths.max()) - 1)
-    before = baseline(rollouts)
-    after = baseline(with_probability(rollouts, last, 0.02))
-    assert before[last] == after[last]
-    assert not torch.isclose(before[last[:2]][: last[2]], after[last[:2]][: last[2]]).any()
-    others = torch.ones_like(longest).index_put_((torch.tensor(last[0]), torch.tensor(last[1])), torch.tensor(False))
-    assert torch.equal(before[others], after[others])  # no other rollout enters
+    baseline, states = learned(TrajectoryCV()), token_states(random_groups())
+    row, last = int(states.own.sum(-1).argmax()), int(states.own.sum(-1).max()) - 1
+    before, after = values(baseline, states), values(baseline, with_probability(states, (row, last), 0.02))
+    assert before[row, last] == after[row, last]
+    assert not torch.isclose(before[row, :last], after[row, :last]).any()
+    others = torch.arange(len(before)) != row
+    torch.testing.assert_close(before[others], after[others])  # no other rollout enters
 
 
 def test_value_at_any_token_does_not_see_that_token_where_the_later_ones_are_certain():
     """Luck of later tokens is worth what the trace says, which the token is part of; certain tokens have no luck."""
-    baseline, rollouts = learned(TrajectoryCV()), random_groups()
-    log_probs, log_sum_sq_probs = rollouts.log_probs.clone(), rollouts.log_sum_sq_probs.clone()
-    log_probs[:, :, 3:] = log_sum_sq_probs[:, :, 3:] = 0  # pi = sum pi^2 = 1
-    certain = replace(rollouts, log_probs=log_probs, log_sum_sq_probs=log_sum_sq_probs)
+    baseline, states = learned(TrajectoryCV()), token_states(random_groups())
+    log_probs, log_sum_sq_probs = states.log_probs.clone(), states.log_sum_sq_probs.clone()
+    log_probs[:, 3:] = log_sum_sq_probs[:, 3:] = 0  # pi = sum pi^2 = 1
+    certain = replace(states, log_probs=log_probs, log_sum_sq_probs=log_sum_sq_probs)
     certain = replace(certain, score_norms=proxy_of(certain, log_probs))
-    before, after = baseline(certain), baseline(with_probability(certain, (slice(None), slice(None), 2), 0.02))
-    assert torch.equal(before[:, :, 2], after[:, :, 2])
-    assert not torch.isclose(before, after)[:, :, 3][rollouts.own[:, :, 3]].any()  # the trace of what follows sees it
+    before, after = values(baseline, certain), values(baseline, with_probability(certain, (slice(None), 2), 0.02))
+    torch.testing.assert_close(before[:, 2], after[:, 2])
+    assert not torch.isclose(before, after)[:, 3][states.own[:, 3]].any()  # the trace of what follows sees it
 
 
 def test_what_stands_past_the_last_own_token_changes_nothing():
-    step, following = random_groups(), random_groups(seed=1)
-
-    def with_noise_behind(rollouts):
-        noise = torch.rand_like(rollouts.log_probs).where(~rollouts.own, 0)
-        changed = {name: getattr(rollouts, name) - noise for name in ("log_probs", "log_sum_sq_probs")}
-        return replace(rollouts, score_norms=rollouts.score_norms + noise, **changed)
-
-    baselines = TrajectoryCV(), TrajectoryCV()
-    for baseline, given in zip(baselines, (step, with_noise_behind(step)), strict=True):
-        baseline.update(given)
-    values = [
-        baseline(given)[following.own]
-        for baseline, given in zip(baselines, (following, with_noise_behind(following)), strict=True)
-    ]
-    torch.testing.assert_close(*values)
+    baseline, states = learned(TrajectoryCV()), token_states(random_groups(seed=1))
+    noise = torch.rand_like(states.log_probs).where(~states.own, 0)
+    behind = {name: getattr(states, name) - noise for name in ("log_probs", "log_sum_sq_probs")}
+    noisy = replace(states, score_norms=states.score_norms + noise, **behind)
+    (rows, totals), (noisy_rows, noisy_totals) = baseline.reduce(states), baseline.reduce(noisy)
+    torch.testing.assert_close(totals, noisy_totals)
+    torch.testing.assert_close(rows.pop("values")[states.own], noisy_rows.pop("values")[states.own])
+    torch.testing.assert_close(rows, noisy_rows)
 
 
 # ---- the two fits, by loops over tokens and by least squares
@@ -96,50 +91,67 @@ def least_squares(x, reward, w, rollouts: int, pseudo_rollouts: float):
 
 
 class Dense:
-    """What a step says of each rollout: arrays over its tokens."""
+    """What a step says of each rollout: arrays over its tokens. weight: of the step, after later ones."""
 
-    def __init__(self, step):
-        self.rollouts = []
-        for p, g in np.ndindex(*step.rewards.shape):
-            length = int(step.lengths[p, g])
-            read = [getattr(step, name)[p, g, :length].double().numpy() for name in ("log_probs", "log_sum_sq_probs")]
-            pi, concentration = (np.exp(values) for values in read)
+    def __init__(self, step, weight=1.0):
+        self.rollouts, states = [], token_states(step)
+        for i, length in enumerate(states.own.sum(-1).tolist()):
+            read = [getattr(states, name)[i, :length].double().numpy() for name in ("log_probs", "log_sum_sq_probs")]
+            pi, concentration = (np.exp(each) for each in read)
             w = 1 - 2 * pi + concentration
-            self.rollouts.append((trace_of(pi, concentration, w), pi, concentration, w, float(step.rewards[p, g])))
+            phi = np.column_stack([trace_of(pi, concentration, w), states.hidden_states[i, :length].numpy()])
+            self.rollouts.append((phi, pi, concentration, w, float(step.rewards.flatten()[i])))
+        self.weight = weight
 
     def stacked(self, features):
-        """features(trace, pi, concentration) -> (T, D) of a rollout -> those of all tokens, rewards and w."""
+        """features(phi, pi, concentration) -> (T, D) of a rollout -> those of all tokens, rewards, w, weights."""
         x = np.concatenate([features(*rollout[:3]) for rollout in self.rollouts])
         rewards = np.concatenate([np.full(len(rollout[0]), rollout[4]) for rollout in self.rollouts])
-        return x, rewards, np.concatenate([rollout[3] for rollout in self.rollouts])
+        return x, rewards, np.concatenate([rollout[3] for rollout in self.rollouts]), np.full(len(x), self.weight)
 
 
-def test_value_is_that_of_two_dense_ridge_fits_of_the_step_before():
-    step, following = random_groups(dtype=torch.float64), random_groups(seed=1, dtype=torch.float64)
-    baseline, dense = TrajectoryCV(pseudo_rollouts=5.0), Dense(step)
-    baseline.update(step)
+def test_value_is_that_of_two_dense_ridge_fits_of_the_steps_before():
+    """Of 30 rollouts a step. The first step fits U, the second B and q with that U; decay 0.9."""
+    first, second, following = (random_groups(seed=seed, dtype=torch.float64) for seed in (0, 1, 2))
+    baseline = TrajectoryCV(pseudo_rollouts=5.0)
+    for step in (first, second):
+        baseline.update(seen_by(baseline, step))
 
-    x, rewards, w = dense.stacked(lambda phi, pi, concentration: phi)
-    slopes, intercept = least_squares(x, rewards, np.ones_like(w), 30, 5.0)
+    def value_features(*steps):
+        """x of a rollout, with U fitted on `steps`."""
+        phi, rewards, _, weights = map(
+            np.concatenate, zip(*(s.stacked(lambda phi, *_: phi) for s in steps), strict=True)
+        )
+        rollouts = sum(30 * step.weight for step in steps)
+        slopes, intercept = least_squares(phi, rewards, weights, rollouts, 5.0)
 
-    def features(phi, pi, concentration):
-        value = np.clip(phi @ slopes + intercept, rewards.min(), rewards.max())
-        luck = pi - concentration
-        q = np.column_stack([value * luck, value**2 * luck, value * concentration * luck])
-        later = [q[t + 1 :].sum(0) for t in range(len(q))]
-        return np.column_stack([phi, value, value**2, later])
+        def features(phi, pi, concentration):
+            value = np.clip(phi @ slopes + intercept, rewards.min(), rewards.max())
+            luck = pi - concentration
+            q = np.column_stack([value * luck, value**2 * luck, value * concentration * luck])
+            later = [q[t + 1 :].sum(0) for t in range(len(q))]
+            return np.column_stack([value, value**2, later, phi])
 
-    x, rewards, w = dense.stacked(features)
-    assert x.shape[1] == 19  # and the intercept
+        return features
+
+    x, rewards, w, _ = Dense(second).stacked(value_features(Dense(first)))
+    assert x.shape[1] == 5 + 14 + 4  # and the intercept
     theta, constant = least_squares(x, rewards, w, 30, 5.0)
+    features = value_features(Dense(first, weight=0.9), Dense(second))
     expected = Dense(following).stacked(features)[0] @ theta + constant
-    torch.testing.assert_close(baseline(following)[following.own], torch.from_numpy(expected))
+    states = token_states(following)
+    torch.testing.assert_close(values(baseline, states)[states.own], torch.from_numpy(expected))
     assert np.std(expected) > 0.01
 
 
 def test_it_begins_with_the_mean_of_the_other_rollouts_and_refuses_a_ridge_of_nothing():
-    rewards = random_groups().rewards
-    torch.testing.assert_close(TrajectoryCV()(random_groups()).squeeze(-1), (rewards.sum(1, True) - rewards) / 5)
+    """For two steps: the first fits U, the second B and q."""
+    rewards, baseline = random_groups().rewards, TrajectoryCV()
+    for _ in range(2):
+        value = baseline(seen_by(baseline, random_groups())).squeeze(-1)
+        torch.testing.assert_close(value, (rewards.sum(1, True) - rewards) / 5)
+        baseline.update(seen_by(baseline, random_groups(seed=1)))
+    assert baseline(seen_by(baseline, random_groups())).shape == (5, 6, 9)
     with pytest.raises(ValueError, match="pseudo_rollouts=0 must be above 0"):
         TrajectoryCV(pseudo_rollouts=0)
 
@@ -152,9 +164,9 @@ class Keeping(TrajectoryCV):
         super().__init__()
         self.kept = []
 
-    def update(self, rollouts):
-        self.kept.append(rollouts)
-        super().update(rollouts)
+    def reduce(self, tokens):
+        self.kept.append(tokens)
+        return super().reduce(tokens)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(num_iterations=2, max_steps=4), dict(num_generations=1)])
@@ -162,9 +174,9 @@ def test_trainer_gives_it_the_probabilities_of_the_policy_that_sampled(tmp_path,
     given = config(tmp_path, temperature=0.7, **options)
     trainer = OTBTrainer(untrained, byte_reward, given, dataset(), processing_class=tokenizer, baseline=Keeping())
     trainer.train()
-    assert trainer.baseline.fitted and len(trainer.baseline.kept) == 2
-    for rollouts in trainer.baseline.kept:
-        w = logit_gradient_proxy(rollouts.log_probs, rollouts.log_sum_sq_probs)
-        torch.testing.assert_close(rollouts.score_norms, w * rollouts.own)
-        assert rollouts.log_probs[rollouts.own].lt(0).all() and rollouts.log_probs[~rollouts.own].eq(0).all()
-        assert rollouts.log_sum_sq_probs[~rollouts.own].eq(0).all()
+    assert trainer.baseline.fitted
+    for states in trainer.baseline.kept:
+        w = logit_gradient_proxy(states.log_probs, states.log_sum_sq_probs)
+        torch.testing.assert_close(states.score_norms, w * states.own)
+        assert states.log_probs[states.own].lt(0).all() and states.log_probs[~states.own].eq(0).all()
+        assert states.log_sum_sq_probs[~states.own].eq(0).all()

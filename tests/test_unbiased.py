@@ -200,8 +200,6 @@ def test_bandit_has_the_variance_that_is_worked_out_by_hand(name):
         score_norms=w,
         sequence_norms=w.squeeze(-1),
         prefix_norms=w,
-        log_probs=log_probs,
-        log_sum_sq_probs=log_sum_sq_probs,
     )
     along_u = torch.tensor([-P, Q], dtype=torch.float64)[tokens]  # the score is this times u, and ||u||^2 = 2
     g = (advantages(rollouts, baseline(rollouts)).squeeze(-1) * along_u).mean(1)

@@ -66,8 +66,6 @@ class ToyPolicy:
             score_norms=self.score_norms[members],
             sequence_norms=self.prefix_norms[members][..., -1],
             prefix_norms=self.prefix_norms[members],
-            log_probs=self.log_probs[members],
-            log_sum_sq_probs=self.log_sum_sq_probs[members],
         )
 
     def seen(self, baseline, members) -> RolloutGroups:
@@ -75,7 +73,7 @@ class ToyPolicy:
         groups = self.groups(members)
         if not hasattr(baseline, "reduce"):
             return groups
-        states = (self.own, self.hidden_states, self.log_probs, self.score_norms)
+        states = (self.own, self.hidden_states, self.log_probs, self.log_sum_sq_probs, self.score_norms)
         rows, totals = baseline.reduce(TokenStates(*(each[members.flatten()] for each in states)))
         reduced = {name: values.unflatten(0, members.shape) for name, values in rows.items()}
         return replace(groups, reduced=reduced, totals=totals)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups, TokenStates
 
 # Those of the softmax at the temperature, which must then be what rollouts are sampled from.
-SCORES = frozenset({"score_norms", "probabilities", "sequence_norms", "prefix_norms"})
+SCORES = frozenset({"score_norms", "sequence_norms", "prefix_norms"})
 KNOWN_NEEDS = SCORES | {"hidden_states"}
 
 
@@ -54,9 +54,8 @@ def declare(needs: set[str] = frozenset(), min_group_size: int = 1, per_token: b
     """Says what a baseline needs beyond rewards and lengths, the smallest group it works with, and its shape.
 
     needs: subset of KNOWN_NEEDS. "score_norms": the squared score norms w per token, at one no-grad forward where TRL
-    makes none of its own. "probabilities": log pi and log sum pi^2 per token, from the same forward. "hidden_states":
-    the trainer hands them to the baseline's `reduce`, at one no-grad forward. "sequence_norms", "prefix_norms": exact
-    norms by backward passes, one per rollout or one per own token.
+    makes none of its own. "hidden_states": the trainer hands them to the baseline's `reduce`, at one no-grad forward.
+    "sequence_norms", "prefix_norms": exact norms by backward passes, one per rollout or one per own token.
     per_token: its value differs between the tokens of a rollout, so that losses and masks which read one advantage
     per rollout are refused beside it.
 

@@ -2,7 +2,7 @@
 
 A_t = R - B_t - sum_{u>t} q_u: B_t a function of the prefix before token t, q_u a function of the prefix before token u
 and of token u whose mean over token u is 0 (Cheng, Yan and Boots, arXiv 1908.03263). No baseline of the prefix can
-touch the noise of what comes after token t; q can. Made of log pi and log sum pi^2 alone, like the proxy.
+touch the noise of what comes after token t; q can.
 """
 
 from __future__ import annotations
@@ -10,103 +10,111 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from otb.baselines import declare
-from otb.baselines.ridge_probe import OnlineRidge, ridge, sum_dtype
+from otb.baselines.ridge_probe import OnlineRidge, features, ridge, sum_dtype
 from otb.baselines.weighted_mean import mean_of_others
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from otb.rollouts import RolloutGroups
+    from otb.rollouts import RolloutGroups, TokenStates
 
 UNLIKELY = 0.3  # a sampled token of lower probability counts as a surprise
 LARGEST_SURPRISAL = 4.0  # nats, where its square would otherwise rule the sum
 
 
-@declare(needs={"score_norms", "probabilities"}, per_token=True)
+@declare(needs={"score_norms", "hidden_states"}, per_token=True)
 class TrajectoryCV(OnlineRidge):
     """Works with one rollout a group. Two ridge fits a step, on earlier steps only:
 
-    U_t = clip(alpha . phi_t), an unweighted fit of the reward on the `trace` phi_t of the prefix: how surprising it has
-    been so far, in what form, and how long. A policy that sampled what it holds unlikely has often gone wrong.
+    U_t = clip(alpha . phi_t), an unweighted fit of the reward, with phi_t = [h_t; trace_t; 1]: the final hidden state
+    that predicts token t, and how surprising the prefix has been so far (`trace`). A policy that sampled what it holds
+    unlikely has often gone wrong, and its hidden state need not know.
     q_u = (beta . [U_u, U_u^2, U_u S_u]) (pi_u - S_u), S = sum pi^2: a token likelier than usual, E[pi_u] = S_u, raises
     what is to be expected, by an amount that depends on how much there is to lose.
-    B_t = theta . [phi_t, U_t, U_t^2, 1]; theta and beta are one fit of R with weights w_t, so that they minimise the
+    B_t = theta . [phi_t, U_t, U_t^2]; theta and beta are one fit of R with weights w_t, so that they minimise the
     token-diagonal variance E[sum_t w_t (R - B_t - sum_{u>t} q_u)^2].
 
     pseudo_rollouts: strength of the ridge, in rollouts. decay: share of the earlier sums that a step keeps.
 
     Unbiased: given the prefix before token u, E[pi_u - S_u] = 0, so E[q_u s_t] = E[E[q_u | prefix] s_t] = 0 for u > t,
     as s_t is settled by then; B_t as for any function of the prefix. q_t itself is left in: s_t depends on it.
-    Before the first update the baseline is the mean reward of the group's other rollouts (0 with N = 1).
-    Not quite so under importance sampling: there E[pi_u] = S_u holds for the policy, not for what drew the token.
-    Cost: that of `otb`, one no-grad forward unless TRL makes one, and moments of 20 features per token. No hidden
-    states. Choose it where `energy_probe` would be chosen; docs/variance.md has both measured.
+    The first step fits U, the second B and q; until then the baseline is the mean reward of the group's other rollouts
+    (0 with N = 1).
+    Cost: that of `energy_probe` with a second matrix of moments. Choose it where `energy_probe` would be chosen and
+    rollouts go wrong at single tokens; docs/variance.md has both measured.
     """
 
+    def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Rows: values (B, T), states and weighted_features, sums over t; totals: their moments."""
+        phi = self._states(tokens)
+        counted = tokens.alive.unsqueeze(-1).to(phi)
+        rows = {"states": (counted * phi).sum(1)}
+        totals = {"state_moments": (counted * phi).flatten(0, 1).mT @ phi.flatten(0, 1)}
+        if "value_coefficients" in self._state:
+            x = self._features(phi, tokens)
+            w = tokens.score_norms.unsqueeze(-1).to(phi) * counted
+            rows["weighted_features"] = (w * x).sum(1)
+            totals["moments"] = (w * x).flatten(0, 1).mT @ x.flatten(0, 1)
+            if self.fitted:
+                rows["values"] = (x @ self._kept("coefficients", x)).to(tokens.score_norms.dtype)
+        return rows, totals
+
     def __call__(self, rollouts: RolloutGroups) -> Tensor:
-        """B_t + sum_{u>t} q_u, (P, G, T); (P, G, 1) before the first update."""
-        if not self.fitted:
-            return mean_of_others(rollouts)
-        features = self._features(rollouts)
-        return (features @ self._kept("coefficients", features)).to(rollouts.rewards.dtype)
+        """B_t + sum_{u>t} q_u, (P, G, T); (P, G, 1) on the first two steps."""
+        return rollouts.reduced["values"] if self.fitted else mean_of_others(rollouts)
 
     def update(self, rollouts: RolloutGroups) -> None:
-        if not rollouts.alive.any():
-            return
-        alive = rollouts.alive.unsqueeze(-1)
         rewards = rollouts.rewards[rollouts.scored]
+        if not rewards.numel():
+            return
         for name, extreme, wider in (("low", rewards.amin(), min), ("high", rewards.amax(), max)):
             self._state[name] = wider(self._state.get(name, extreme), extreme)
-        phi = with_one(trace(rollouts)) * alive
-        self._add("value", phi, alive.to(phi), rollouts)
-        self._state["value_coefficients"] = self._fit("value")
-        w = (rollouts.score_norms * rollouts.alive).unsqueeze(-1).to(phi)
-        self._add("return", self._features(rollouts), w, rollouts)
-        if self._state["return_moments"][-1, -1] > 0:
-            self._state["coefficients"] = self._fit("return")
+        if "moments" in rollouts.totals:
+            self._fit("coefficients", "moments", "weighted_features", rollouts)
+        self._fit("value_coefficients", "state_moments", "states", rollouts)
 
-    def _add(self, name: str, features: Tensor, weights: Tensor, rollouts: RolloutGroups) -> None:
-        """Adds sum w x x^T, sum w R x and the number of rollouts. features (P, G, T, D), weights (P, G, T, 1)."""
-        weighted = (features * weights).flatten(0, 2)
-        rewards = rollouts.returns.unsqueeze(-1).to(features)
-        self._decay_and_add(
-            **{
-                f"{name}_moments": weighted.mT @ features.flatten(0, 2),
-                f"{name}_target": (features * weights * rewards).sum((0, 1, 2)),
-                f"{name}_rollouts": (rollouts.scored & (rollouts.lengths > 0)).sum().to(features),
-            }
-        )
+    def _fit(self, coefficients: str, moments: str, rows: str, rollouts: RolloutGroups) -> None:
+        """Adds a step's sums to those of earlier steps, and solves."""
+        new = rollouts.totals[moments].to(sum_dtype(rollouts.rewards.device))
+        target = rollouts.rewards[rollouts.scored].to(new) @ rollouts.reduced[rows][rollouts.scored].to(new)
+        counted = (rollouts.lengths[rollouts.scored] > 0).sum().to(new)
+        names = (moments, f"{moments}_target", f"{moments}_rollouts")
+        self._decay_and_add(**dict(zip(names, (new, target, counted), strict=True)))
+        if self._state[moments][-1, -1] > 0:
+            self._state[coefficients] = ridge(*(self._state[name] for name in names), self.pseudo_rollouts)
 
-    def _fit(self, name: str) -> Tensor:
-        sums = (self._state[f"{name}_{part}"] for part in ("moments", "target", "rollouts"))
-        return ridge(*sums, self.pseudo_rollouts)
-
-    def _features(self, rollouts: RolloutGroups) -> Tensor:
-        """[phi_t, U_t, U_t^2, sum_{u>t} (U_u, U_u^2, U_u S_u) (pi_u - S_u), 1], (P, G, T, D)."""
+    def _states(self, tokens: TokenStates) -> Tensor:
+        """phi (B, T, d + 15), all 0 past the last own token; the last of it is 1."""
         import torch
 
-        phi = trace(rollouts)
-        value = with_one(phi) @ self._kept("value_coefficients", phi)
-        value = value.clamp(self._kept("low", phi), self._kept("high", phi)).unsqueeze(-1)
-        concentration = rollouts.log_sum_sq_probs.exp().to(phi).unsqueeze(-1)
-        luck = (rollouts.log_probs.exp().to(phi).unsqueeze(-1) - concentration) * rollouts.own.unsqueeze(-1)
+        hidden = features(tokens)
+        return torch.cat([trace(tokens).to(hidden) * tokens.own.unsqueeze(-1), hidden], dim=-1)
+
+    def _features(self, phi: Tensor, tokens: TokenStates) -> Tensor:
+        """[U_t, U_t^2, sum_{u>t} (U_u, U_u^2, U_u S_u) (pi_u - S_u), phi_t], (B, T, D); the last of it is 1."""
+        import torch
+
+        value = (phi @ self._kept("value_coefficients", phi)).clamp(self._kept("low", phi), self._kept("high", phi))
+        value = (value * tokens.own).unsqueeze(-1)
+        concentration = tokens.log_sum_sq_probs.to(phi).exp().unsqueeze(-1)
+        luck = (tokens.log_probs.to(phi).exp().unsqueeze(-1) - concentration) * tokens.own.unsqueeze(-1)
         luck = luck * torch.cat([value, value.square(), value * concentration], -1)
-        later = luck.flip(2).cumsum(2).flip(2) - luck
-        return with_one(torch.cat([phi, value, value.square(), later], -1))
+        later = luck.flip(1).cumsum(1).flip(1) - luck
+        return torch.cat([value, value.square(), later, phi], -1)
 
 
-def trace(rollouts: RolloutGroups) -> Tensor:
-    """What the tokens before t and the distribution at t tell of the rollout. log_probs (P, G, T) -> (P, G, T, 14)."""
+def trace(tokens: TokenStates) -> Tensor:
+    """What the tokens before t and the distribution at t tell of the rollout. log_probs (B, T) -> (B, T, 14)."""
     import torch
 
-    dtype = sum_dtype(rollouts.log_probs.device)
-    surprisal, w = -rollouts.log_probs.to(dtype), rollouts.score_norms.to(dtype)
-    concentration = rollouts.log_sum_sq_probs.to(dtype).exp()
+    dtype = sum_dtype(tokens.log_probs.device)
+    surprisal, w = -tokens.log_probs.to(dtype), tokens.score_norms.to(dtype)
+    concentration = tokens.log_sum_sq_probs.to(dtype).exp()
     t = torch.arange(surprisal.shape[-1], dtype=dtype, device=surprisal.device).expand_as(surprisal)
     before = torch.stack([surprisal, w, surprisal.clamp(max=LARGEST_SURPRISAL).square()]).cumsum(-1)
     total, energy, squares = shifted(before)
-    surprises = shifted((rollouts.log_probs.exp() < UNLIKELY).to(dtype).cumsum(-1))
-    luck = shifted((rollouts.log_probs.to(dtype).exp() - concentration).cumsum(-1))
+    surprises = shifted((tokens.log_probs.exp() < UNLIKELY).to(dtype).cumsum(-1))
+    luck = shifted((tokens.log_probs.to(dtype).exp() - concentration).cumsum(-1))
     last = shifted(surprisal)
     return torch.stack(
         [total, total.sqrt(), total.log1p(), energy, energy.log1p(), squares, surprises, 1 / (1 + surprises), luck]
@@ -120,9 +128,3 @@ def shifted(values: Tensor) -> Tensor:
     import torch
 
     return torch.nn.functional.pad(values, (1, 0))[..., :-1]
-
-
-def with_one(features: Tensor) -> Tensor:
-    import torch
-
-    return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)

@@ -38,7 +38,8 @@ class Prompt:
             self.prefix_norms = prefix.where(self.own, prefix.gather(1, last))  # kept after the last own token
 
     def states(self) -> TokenStates:
-        return TokenStates(self.own, self.hidden_states, self.log_probs, self.score_norms, ~self.rewards.isnan())
+        probabilities = (self.log_probs, self.log_sum_sq_probs, self.score_norms)
+        return TokenStates(self.own, self.hidden_states, *probabilities, ~self.rewards.isnan())
 
     def groups(self, members: Tensor, reduced: dict[str, Tensor], totals: dict[str, Tensor]) -> RolloutGroups:
         """members (P, G) int: which rollouts make up each group."""
@@ -47,8 +48,6 @@ class Prompt:
             rewards=self.rewards[members],
             lengths=self.lengths[members],
             score_norms=self.score_norms[members],
-            log_probs=self.log_probs[members],
-            log_sum_sq_probs=self.log_sum_sq_probs[members],
             sequence_norms=None if prefix is None else prefix[:, -1][members],
             prefix_norms=None if prefix is None else prefix[members],
             reduced={name: rows[members] for name, rows in reduced.items()},
@@ -90,7 +89,7 @@ def joined(parts: list[RolloutGroups]) -> RolloutGroups:
         behind = [0, 0] * (tensors[0].dim() - 3)
         return torch.cat([torch.nn.functional.pad(t, (*behind, 0, width - t.shape[2])) for t in tensors])
 
-    per_rollout = ("rewards", "lengths", "score_norms", "log_probs", "log_sum_sq_probs")
+    per_rollout = ("rewards", "lengths", "score_norms")
     return RolloutGroups(
         **{name: cat([getattr(part, name) for part in parts]) for name in per_rollout},
         reduced={name: cat([part.reduced[name] for part in parts]) for name in parts[0].reduced},
