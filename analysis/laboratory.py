@@ -16,6 +16,7 @@ from otb.records import RunError
 
 RATIOS = ("relative_noise", "over_probe")
 MEASURED = [f"{name}{end}" for name in (*RATIOS, "direction_bias") for end in ("", "_low", "_high")]
+SHOWN = (4, 32)  # group sizes, where they were measured
 SHARES = np.linspace(0, 1, 201)[1:]
 
 
@@ -148,8 +149,11 @@ def names(folders: list[Path]) -> list[str]:
     ]
 
 
-def main(folders: list[Path], out: Path) -> None:
-    """Tables of each folder on standard output, one figure of all: its files on standard error. Raises RunError."""
+def main(folders: list[Path]) -> None:
+    """Tables of each folder on standard output; one figure of all, laboratory.png, beside the first folder.
+
+    Raises RunError for what is no measurement, and for measurements without a group size in common.
+    """
     if not folders:
         raise RunError("Which measurements? Give folders: python -m analysis.laboratory runs/variance/*")
     if lacking := [str(folder) for folder in folders if not (folder / "estimators.csv").is_file()]:
@@ -161,15 +165,15 @@ def main(folders: list[Path], out: Path) -> None:
     sizes = sorted(set.intersection(*(set(results.group_size) for results in tables)))
     if not sizes:
         raise RunError("The measurements have no group size in common. Measure again with the same group_sizes.")
-    ends = (sizes[0], sizes[-1]) if len(sizes) > 1 else tuple(sizes)
+    ends = SHOWN if set(SHOWN) <= set(sizes) else tuple(dict.fromkeys((sizes[0], sizes[-1])))
     for name, results in measurements.items():
         print(f"### {name}, {int(results.prompts.iloc[0])} prompts\n\n{markdown(results, ends)}\n")
-    for file in save(side_by_side(measurements, ends), out):
-        print(file, file=sys.stderr)
+    for file in save(side_by_side(measurements, ends), folders[0].parent / "laboratory"):
+        print(file, file=sys.stderr)  # the tables alone can be redirected
 
 
 if __name__ == "__main__":
     try:
-        main([Path(folder) for folder in sys.argv[1:]], Path("figures/laboratory"))
+        main([Path(folder) for folder in sys.argv[1:]])
     except RunError as error:
         sys.exit(f"error: {error}")

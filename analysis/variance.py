@@ -44,7 +44,7 @@ def variance(table: pd.DataFrame):
     if is_measured(table):
         columns = [column for column in COMPARED if column in table and table[column].notna().any()]
         shown, first = relative_to_first_arm(table, columns)
-        names = {column: f"{COMPARED[column]}\nrelative to {first}" for column in columns}
+        names = {column: COMPARED[column] for column in columns}
     else:
         shown = with_relative_power(table)
         names = {"total_power": r"proxy $\sum_t w_t A_t^2$ per rollout", "relative_power": "proxy / (energy × Var R)"}
@@ -57,11 +57,19 @@ def variance(table: pd.DataFrame):
         if lacking := sorted(set(shown.arm[~measured])):
             ax.set_title(f"{ax.get_title('left')}\nnot recorded: {', '.join(lacking)}", loc="left", fontsize=6)
     if is_measured(table):
-        limits = [ax.get_ylim() for ax in axes]
-        for ax in axes:
-            ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+        on_one_scale(axes, list(names.values()), f"relative to {first}, mean")
     keep_numbers(axes, pd.concat(plotted))
     return axes
+
+
+def on_one_scale(axes, names: list[str], ylabel: str) -> None:
+    """Panels that are read side by side: one range, one label on the left, names above, the seeds over the first."""
+    low, high = zip(*(ax.get_ylim() for ax in axes), strict=True)
+    for ax, name in zip(axes, names, strict=True):
+        said = ax.get_title("left").split("\n")
+        lines = [name, *(said if ax is axes[0] else said[1:])]
+        ax.set(ylim=(min(low), max(high)), ylabel=ylabel if ax is axes[0] else "")
+        ax.set_title("\n".join(lines), loc="left", fontsize=7)
 
 
 def is_measured(table: pd.DataFrame) -> bool:

@@ -17,6 +17,7 @@ from otb.records import RunDirectory, write_atomically
 
 PACKAGES = ("otb", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy", "vllm")
 ROOT = Path(__file__).resolve().parent.parent
+SNAPSHOT_FACTS = "snapshot.json"  # in a copy of the code: the commit and the diff that it was made of
 STARTS = "starts"  # one entry per start of the run: the first, and every resume
 PER_START = ("started", "host", "job_id", "commit", "diff_sha256", "devices")
 
@@ -37,7 +38,7 @@ def describe(command: list[str], directory: RunDirectory, facts: dict) -> str:
         "command": command,
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := installed(name))},
-        "commit": git("rev-parse", "HEAD").strip() or None,
+        "commit": commit(),
         "diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -61,8 +62,24 @@ def earlier_starts(directory: RunDirectory) -> list[dict]:
         return []
 
 
+def commit() -> str | None:
+    if (facts := snapshot_facts()) is not None:
+        return facts["commit"]
+    return git("rev-parse", "HEAD").strip() or None
+
+
+def snapshot_facts() -> dict | None:
+    """Commit and diff of the project that this code is a copy of; None where it is the project itself."""
+    try:
+        return json.loads((ROOT / SNAPSHOT_FACTS).read_text(encoding="utf8"))
+    except FileNotFoundError:
+        return None
+
+
 def working_tree_diff() -> str:
     """What differs from the commit, with the names of files that git does not track; "" where nothing does."""
+    if (facts := snapshot_facts()) is not None:
+        return facts["diff"]
     untracked = git("ls-files", "--others", "--exclude-standard", "--", "*.py", "*.yaml")
     return git("diff", "HEAD") + "".join(f"untracked: {name}\n" for name in untracked.splitlines())
 

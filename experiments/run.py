@@ -20,9 +20,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import settings
-from experiments.sweep import JobFile
+from experiments.sweep import JobFile, sweep_arguments
 from otb.records import RunDirectory, RunError, timestamp, unwritable, write_atomically
 from otb.run_lock import RunLock
+from otb.warning_signal import EXIT_CODE, Interrupted, listen
 
 REFUSED, INTERRUPTED = 2, 130  # exit codes; 1 is a crash
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -55,6 +56,8 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
 
     name: what the lines of this run begin with in a sweep; None for a single run, which also gets a table at its end.
     """
+    if "SLURM_JOB_ID" in os.environ:
+        listen()
     directory = RunDirectory(path)
     is_main = int(os.environ.get("RANK", 0)) == 0
     anew = starts_anew(cfg, directory)
@@ -77,6 +80,10 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
                     from experiments.train import train  # torch, transformers and trl: seconds, so only now
 
                     train(cfg, directory, lock, command, progress, sandbox)
+            except Interrupted:
+                if is_main and lock.held():
+                    directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps)
+                raise
             except BaseException as error:
                 if is_main and lock.held():
                     note_failure(directory, cfg.steps, error)
@@ -169,13 +176,16 @@ def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
 
 def command_line(arguments: list[str]) -> None:
     """`python experiments/run.py ARGUMENTS`. Exits with 2 for what is refused, 130 after Ctrl-C, 1 after a crash."""
-    sys.argv = [str(Path(__file__)), *settings.accept_open_keys(arguments)]
     try:
+        sys.argv = [str(Path(__file__)), *settings.accept_open_keys(sweep_arguments(arguments, settings.EXEMPT))]
         settings.refuse_unknown_choices(sys.argv[1:])
         main()
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(REFUSED)
+    except Interrupted as interruption:
+        print(f"{interruption}; the same command goes on from it", file=sys.stderr)
+        sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -148,8 +148,11 @@ def near_miss(value: str, choices) -> str:
 # ---- after Hydra: the composed configuration
 
 
-def check(cfg: DictConfig) -> None:
-    """Raises RunError for a configuration that cannot run as written. Reads no dataset and loads no model."""
+def check(cfg: DictConfig, processes: int | None = None) -> None:
+    """Raises RunError for a configuration that cannot run as written. Reads no dataset and loads no model.
+
+    processes: of the run; None for those that the environment names.
+    """
     whole = {"group_size": 1, "prompts_per_step": 1, "steps": 1, "evaluation.samples": 1}
     whole |= {"seed": 0, "evaluation.every": 0, "checkpoint_every": 0, "rollouts.every": 0, "rollouts.groups": 0}
     check_whole_numbers(cfg, whole)
@@ -159,7 +162,7 @@ def check(cfg: DictConfig) -> None:
     check_policy_and_task(cfg)
     _check_trainer(cfg)
     _check_baseline(cfg)
-    _check_batches(cfg)
+    _check_batches(cfg, processes or int(os.environ.get("WORLD_SIZE", 1)))
 
 
 def check_whole_numbers(cfg: DictConfig, smallest: dict[str, int]) -> None:
@@ -252,7 +255,7 @@ def _check_model(cfg: DictConfig) -> None:
     name = str(cfg.model.name)
     if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
         raise RunError(f"model.name={name} is not a folder. Give a folder of transformers files, a hub id or tiny.")
-    known = ("tiny", *sorted(str(OmegaConf.load(path).name) for path in (CONF / "model").glob("*.yaml")))
+    known = known_models()
     if name not in known and near_miss(name, known) and not Path(name).is_dir() and "/" not in name:
         raise RunError(f"model.name={name} is no folder and no hub id (OWNER/NAME).{near_miss(name, known)}")
     recipe = dataclass_fields("otb.warm_start", "WarmStart")
@@ -342,8 +345,7 @@ def _check_target(group: str, node: DictConfig):
     return found
 
 
-def _check_batches(cfg: DictConfig) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+def _check_batches(cfg: DictConfig, processes: int) -> None:
     rollouts = cfg.prompts_per_step * cfg.group_size
     if rollouts % processes:
         fit = processes // math.gcd(processes, cfg.group_size)
@@ -392,6 +394,12 @@ def literal_choices(function, argument: str) -> tuple[str, ...]:
             return ()
         annotation = eval(annotation, {"Literal": typing.Literal})  # an annotation of the imported module
     return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+
+
+@cache
+def known_models() -> tuple[str, ...]:
+    """What model.name is in the yamls."""
+    return ("tiny", *sorted(str(OmegaConf.load(path).name) for path in (CONF / "model").glob("*.yaml")))
 
 
 @cache

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments.sweep import read_jobs
+from experiments.sweep import load_jobs
 from otb.records import RunDirectory, read_rows
 
 
@@ -44,7 +44,7 @@ def summary_table(paths: list[Path]) -> Table:
 def distinct_names(paths: list[Path]) -> list[str]:
     """The names of the runs without the `-key=value` parts that all of them share."""
     parts = [re.split(r"-(?=[\w.@/]+=)", path.name) for path in paths]
-    shared = set.intersection(*map(set, parts)) if len(paths) > 1 else set()
+    shared = set.intersection(*map(set, parts)) if paths else set()
     return ["-".join([first, *(part for part in rest if part not in shared)]) for first, *rest in parts]
 
 
@@ -52,12 +52,12 @@ class SweepSummary(Callback):
     """Hydra callback: the table of a sweep after its last run; exit status 1 where a run failed."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs) -> None:
-        jobs = read_jobs(Path(config.hydra.sweep.dir))
-        if not jobs:
-            return
-        print_table([path for path, _ in jobs])
-        failed = [(path, error) for path, error in jobs if error is not None]
-        for path, error in failed:
-            print(f"failed: {path}: {error}", file=sys.stderr)
+        if not config.hydra.launcher.get("wait", True):
+            return  # the jobs are in the queue, and slurm.status tells of them
+        jobs = load_jobs(Path(config.hydra.sweep.dir))
+        print_table([Path(job.run) for job in jobs])
+        failed = [job for job in jobs if job.error is not None]
+        for job in failed:
+            print(f"failed: {job.run}: {job.error}", file=sys.stderr)
         if failed:
             sys.exit(1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from analysis.laboratory import draw_all
 from otb.laboratory.estimators import Prompt
@@ -26,7 +26,7 @@ def report(rows: pd.DataFrame, prompts: list[Prompt], folder: Path) -> None:
     quality.to_csv(folder / PROXY, index=False)
     tokens.to_parquet(folder / TOKENS)
     console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = console if console.is_terminal else Console(width=140)
     for size in sorted(results.group_size.unique()):
         console.print(estimator_table(results[results.group_size == size], int(size)))
     console.print(proxy_on_screen(quality))
@@ -38,16 +38,13 @@ def estimator_table(results: pd.DataFrame, size: int) -> Table:
     """Sorted by noise; the interval is over prompts."""
     prompts = int(results.prompts.iloc[0])
     title = f"N = {size}: noise-to-signal relative to rloo, {prompts} prompts, 95 % intervals over prompts"
-    table = Table(title=title)
-    for column in ("estimator", "noise / rloo", "interval", "/ energy_probe"):
-        table.add_column(column, no_wrap=column in ("estimator", "interval"))
-    for column in ("noise", "bias", "1 - cos^2", "scale", "cosine"):
-        table.add_column(column)
+    table = Table(Column("estimator", no_wrap=True), title=title)
     has_oracle = "energy_ratio" in results and results.energy_ratio.notna().any()
-    if has_oracle:
-        table.add_column("energy / oracle")
+    columns = ("noise / rloo", "/ energy_probe", "noise", "bias", "1 - cos^2", "scale", "cosine")
+    for column in (*columns, *(["energy / oracle"] if has_oracle else [])):
+        table.add_column(column)
     for row in results.sort_values("relative_noise").itertuples():
-        cells = [f"{row.relative_noise:.2f}", interval(row.relative_noise_low, row.relative_noise_high)]
+        cells = [f"{row.relative_noise:.2f} {interval(row.relative_noise_low, row.relative_noise_high)}"]
         cells += [f"{row.over_probe:.2f} {interval(row.over_probe_low, row.over_probe_high)}"]
         cells += [f"{row.noise:.2f}", f"{row.bias:.3f}", f"{row.direction_bias:.3f}", f"{row.scale:.2f}"]
         cells += [f"{row.cosine:.2f}", *([f"{row.energy_ratio:.2f}"] if has_oracle else [])]

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-MOST_PARAMETERS = 50_000_000
+from otb.records import RunError
+
+MOST_PARAMETERS = 50_000_000  # trainable
 NUMBERS_AT_ONCE = 32_000_000  # of the scores held together, 128 MB in float32
+
+
+class TooManyParameters(RunError, ValueError):
+    """Exact norms are asked of a policy that is too large for them, or that has nothing to train."""
 
 
 def sequence_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float, weights=None) -> Tensor:
@@ -21,7 +27,7 @@ def sequence_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temp
 
     ids, attention_mask (B, L): prompts with responses, padded anywhere. own (B, L) bool, True = own token. weights
     (B, L) float: of the tokens' scores, rho under importance sampling; None = 1 -> (B,) float32. What is trainable in
-    `model` counts, and it should be in evaluation mode. Raises ValueError for more than MOST_PARAMETERS of that.
+    `model` counts, and it should be in evaluation mode. Raises TooManyParameters.
     """
     parameters, norms = trainable(model), []
     for row in range(len(ids)):
@@ -97,11 +103,11 @@ def in_chunks(weights: Tensor, parameters: list[Tensor]) -> Iterator[Tensor]:
 
 
 def trainable(model) -> list[Tensor]:
-    """The parameters with requires_grad. Raises ValueError for too many, or none."""
+    """The parameters with requires_grad. Raises TooManyParameters, for none as well."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in parameters)
     if not 0 < numbers <= MOST_PARAMETERS:
-        raise ValueError(
+        raise TooManyParameters(
             f"The policy has {numbers:,} trainable parameters; exact score norms are for 1 to {MOST_PARAMETERS:,}, as "
             "they cost a backward pass per rollout or per own token. Use LoRA (model.lora.r=16), or the proxy: "
             "baseline=sequence_energy for ob_exact, baseline=otb for otb_exact."

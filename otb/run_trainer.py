@@ -30,6 +30,7 @@ from otb.rollouts import RolloutGroups
 from otb.run_lock import RunLock
 from otb.tool_rollouts import ToolTrainer
 from otb.trainer import GRPOTrainer, isolated_random_state, response_mask
+from otb.warning_signal import Interrupted, received
 
 TRL_NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "entropy": "entropy", "kl": "kl"}
 TRL_NAMES |= {"learning_rate": "learning_rate", "completions/clipped_ratio": "truncated"}
@@ -104,11 +105,20 @@ class RunTrainer(ToolTrainer):
             self._save_rollouts(f"step-{step:08d}", schedule.rollouts_groups)
         if self._due(step, schedule.evaluate_every):
             self.evaluate_held_out()
-        if self._due(step, schedule.checkpoint_every):
+        interrupted = self._due(step, 1) and self._any_process_warned()
+        if interrupted or self._due(step, schedule.checkpoint_every):
             self.write_checkpoint()
         if self.accelerator.is_main_process:
             self.directory.write_status("running", step=step, steps=self.state.max_steps)
+        if interrupted and step < self.state.max_steps:
+            raise Interrupted(f"a warning signal came; checkpoint written at step {step}")
         self._step_started = time.perf_counter()
+
+    def _any_process_warned(self) -> bool:
+        """Signals reach the processes of a run at different moments; all of them must stop at the same step."""
+        if self.accelerator.num_processes == 1:
+            return received()
+        return bool(self.accelerator.gather(torch.tensor([received()], device=self.accelerator.device)).any())
 
     def _append(self, file: Path, row: dict) -> None:
         """A row of the run directory, by the one process that writes it and only while it holds the lock."""

@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORT = re.compile(r"(import|from) \w")  # at the top: inside a function or under TYPE_CHECKING it is indented
 ANALYSIS_MAY_IMPORT = {"otb.records"}
 LEAVES = ("score_norms", "exact_norms", "gradient_noise", "grading", "models", "records", "tiny_policy", "options")
+LEAVES += ("warning_signal",)
 LEAF_MAY_IMPORT = {
+    "exact_norms": {"otb.records"},
     "grading": {"otb.grader_process"},
     "models": {"otb.records", "otb.tiny_policy", "otb.warm_start", "otb.tasks.arithmetic"},
     "options": {"otb"},
@@ -69,11 +71,30 @@ def test_only_the_trainers_touch_the_inside_of_trl():
             assert "from trl" not in path.read_text(), path.name
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["otb", "otb.records", "otb.run_lock", "otb.options", "otb.baselines.otb", "otb.baselines.energy_probe"]
-    + ["experiments.settings", "experiments.variance", "otb.baselines.trajectory_cv"],
-)
+def test_slurm_builds_on_the_light_half_of_the_experiments():
+    """Whatever imports torch stays out of the submitting side and of the process that watches over a job."""
+    light = {"local_sweep", "run_state", "snapshot", "summary", "sweep", "sweep_display", "sweep_plan"}
+    allowed = {"otb.records", "otb.run_lock", "otb.warning_signal", *(f"experiments.{name}" for name in light)}
+    for path in (ROOT / "slurm").glob("*.py"):
+        outside = {name for name in imports_of(path) if not name.startswith("slurm")}
+        assert outside <= allowed, path.name
+    for name in light - {"summary"}:
+        assert not {"experiments.train", "experiments.run"} & imports_of(ROOT / "experiments" / f"{name}.py"), name
+
+
+LIGHT = ["otb", "otb.records", "otb.run_lock", "otb.options", "otb.warning_signal", "otb.baselines.otb"]
+LIGHT += ["otb.baselines.energy_probe", "otb.baselines.trajectory_cv"]
+LIGHT += [
+    "experiments.settings",
+    "experiments.run",
+    "experiments.variance",
+    "experiments.local_sweep",
+    "experiments.sweep_plan",
+]
+LIGHT += ["slurm", "slurm.submit", "slurm.status", "slurm.job", "slurm.rank", "hydra_plugins.otb_launchers"]
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_importing_the_light_modules_imports_no_torch(module):
     code = f"import {module}, sys; sys.exit(bool({{'torch', 'trl', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -3,6 +3,11 @@
 import pytest
 import torch
 
+from otb.baselines import name_of
+from otb.baselines.energy_probe import EnergyProbe
+from otb.baselines.ob_exact import ob_exact
+from otb.baselines.otb_exact import otb_exact
+from otb.baselines.value import Value
 from otb.score_norms import log_sum_squared_probs
 from tests.trainers import recorded
 
@@ -23,6 +28,14 @@ def test_gpu_bf16_training_keeps_float32_score_norms(tmp_path, untrained, tokeni
         assert output["advantages"].dtype == torch.float32
         # bf16 logits move w by a few per mille, the baseline by less
         torch.testing.assert_close(output["advantages"].double(), expected, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("baseline", [EnergyProbe(group_correction=True), Value(), ob_exact, otb_exact], ids=name_of)
+def test_gpu_estimators_train(tmp_path, untrained, tokenizer, baseline, bf16):
+    trainer = recorded(tmp_path, untrained, tokenizer, use_cpu=False, bf16=bf16, baseline=baseline, max_steps=3)
+    for output, _ in trainer.batches:
+        assert output["advantages"].isfinite().all() and output["advantages"].dtype == torch.float32
 
 
 def test_gpu_score_norm_pass_never_holds_the_logits(tokenizer):

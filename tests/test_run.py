@@ -108,7 +108,7 @@ def test_help_names_every_choice():
             assert path.stem in text
 
 
-@pytest.mark.parametrize("group", ["baseline", "task", "model", "sandbox", "experiment", "trainer"])
+@pytest.mark.parametrize("group", ["baseline", "task", "model", "sandbox", "experiment", "trainer", "hydra/launcher"])
 def test_every_yaml_composes(group):
     from hydra import compose, initialize_config_dir
 

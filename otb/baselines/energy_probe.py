@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from otb.baselines import declare
-from otb.baselines.ridge_probe import RidgeProbe, features, ridge
+from otb.baselines.ridge_probe import RidgeProbe, features, ridge, sum_dtype
 from otb.baselines.weighted_mean import sum_of_others
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class EnergyProbe(RidgeProbe):
             values = values.clamp(low, self._kept("high", states))
             self._decay_and_add(losses=(w * (rewards.unsqueeze(-1) - values).square()).sum((1, 2, 3)))
         counted = rollouts.scored & (rollouts.lengths > 0)
-        last = states[counted]
+        last = states[counted].to(sum_dtype(states.device))
         self._decay_and_add(
             last_moments=last.mT @ last,
             last_target=rollouts.rewards[counted].to(last) @ last,

@@ -1,0 +1,78 @@
+"""What is asked of SLURM, by its own commands, without accounting: squeue, scontrol. Used by all of slurm/."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from datetime import datetime
+from pathlib import Path
+
+from experiments.run_state import Queued
+from experiments.sweep import load_job
+
+SECONDS_PER_COMMAND = 60
+PATIENCE_SECONDS = 600.0  # for a controller that is being restarted
+
+
+def queued_runs(folder: Path) -> tuple[dict[str, Queued], set[str]] | None:
+    """Runs of this sweep, and of the sweeps beside it, that are in the queue, by directory; and all raw ids there.
+
+    None where SLURM cannot be asked. A job array bears the name FOLDER.SUBMISSION, and submissions/SUBMISSION.json was
+    written before it was sent, so that this holds whatever became of the submitting process.
+    """
+    form = "%A|%F|%K|%T|%r|%j"
+    try:
+        owner = folder.stat().st_uid  # others may look at a sweep too
+        listed = command("squeue", f"--user={owner}", "--noheader", "--array", f"--format={form}")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    runs, raw_ids, numbers = {}, set(), {}
+    for line in listed.splitlines():
+        raw, array, index, state, reason, name = line.split("|", 5)
+        raw_ids.add(raw)
+        sweep, _, token = name.rpartition(".")
+        file = folder.parent / sweep / "submissions" / f"{token}.json"
+        if name not in numbers:
+            numbers[name] = json.loads(file.read_text(encoding="utf8"))["numbers"] if file.is_file() else None
+        if numbers[name] is not None and index.isdigit():
+            run = load_job(folder.parent / sweep, numbers[name][int(index)]).run
+            runs[run] = Queued(f"{array}_{index}", raw, state, reason)
+    return runs, raw_ids
+
+
+def job_facts(job: str) -> dict[str, str]:
+    """JobState, EndTime, ... of a job; {} where SLURM does not know it."""
+    try:
+        shown = command("scontrol", "show", "job", "--oneliner", job)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(re.findall(r"(\w+)=(\S*)", shown))
+
+
+def end_time(facts: dict[str, str]) -> float | None:
+    """When SLURM will end the job, in seconds since the epoch; None where there is no limit."""
+    try:
+        return datetime.fromisoformat(facts.get("EndTime", "")).timestamp()
+    except ValueError:
+        return None
+
+
+def requeue(job: str) -> None:
+    """Puts a job back into the queue, as soon as a controller answers. Raises subprocess.SubprocessError."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            command("scontrol", "requeue", job)
+            return
+        except subprocess.SubprocessError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(5.0)
+
+
+def command(*words: str) -> str:
+    """What a command prints. Raises OSError, subprocess.SubprocessError."""
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=SECONDS_PER_COMMAND)
+    return done.stdout

@@ -1,0 +1,169 @@
+"""Brings one run of a sweep to its end, inside a SLURM job: python -m slurm.job FOLDER SUBMISSION. Imports no torch.
+
+It starts the run's processes by srun, and when they end it decides: the run is done, or it failed and the reason goes
+into its job file, or it is started again here (a process was killed), or the job is put back into the queue (a warning
+came, the time is up). SLURM signals the processes of a run itself; this one only watches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from experiments.sweep import INTERRUPTED, Job, load_job, may_restart, reason_in
+from slurm.controller import end_time, job_facts, requeue
+
+SECONDS_PER_LOOK = 0.5
+LAST_SECONDS = 10.0  # before the time limit the job goes back into the queue, whatever the run is doing
+SLURM_ROUNDS = 60.0  # seconds by which a warning may come early
+WARNINGS = ("Terminated", "User defined signal 2")  # deaths of a process that was not listening yet
+LEFT = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)")
+EXITED = re.compile(r"Exited with exit code (\d+)")
+OF_ANOTHER = re.compile(
+    "closed by peer|reset by peer|DistBackendError|DistNetworkError|ncclRemoteError"
+)  # not the cause
+
+
+class Supervisor:
+    """One job of a job array."""
+
+    def __init__(self, folder: Path, token: str):
+        self.folder = folder
+        self.submission = json.loads((folder / "submissions" / f"{token}.json").read_text(encoding="utf8"))
+        self.options = self.submission["options"]
+        self.id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        self.job: Job = load_job(folder, self.submission["numbers"][int(os.environ["SLURM_ARRAY_TASK_ID"])])
+        self.started = time.time()
+        self.ends = end_time(job_facts(self.id)) or self.started + 60 * self.options["timeout_min"]
+        self.processes = self.options["nodes"] * self.options["tasks_per_node"]
+
+    def run(self) -> int:
+        """-> the exit code of the job: 0 where the run is done, 75 where the job goes back into the queue."""
+        for number in (signal.SIGTERM, signal.SIGUSR2):  # its processes get them too, and it waits for those
+            signal.signal(number, lambda *_: None)
+        self.job.job = self.id
+        while True:
+            self.job.starts += 1
+            self.job.error = None
+            self.job.save(self.folder)
+            code, reason = self._attempt()
+            if code == 0:
+                return 0
+            state = job_facts(self.id).get("JobState", "RUNNING")
+            if code == INTERRUPTED or state != "RUNNING":  # SLURM ended the processes, whatever they say
+                return self._leave(state)
+            if code < 0 and may_restart(self.job, self.options["max_restarts"]):
+                print(f"{reason}; started again ({self.job.kills} in a row)", flush=True)
+                continue
+            return self._fail(reason, max(code, 1))
+
+    def _attempt(self) -> tuple[int, str]:
+        """Starts the processes and waits -> the exit code of the first that failed (-1: a signal), and why."""
+        srun_log = self.folder / "logs" / f"{self.id}_srun.log"
+        before = {file: file.stat().st_size for file in (self.folder / "logs").glob(f"{self.id}_*")}
+        with open(srun_log, "ab") as errors:
+            srun = subprocess.Popen(self._command(), env=self._environment(), stderr=errors, stdin=subprocess.DEVNULL)
+            while srun.poll() is None:
+                if time.time() > self.ends - LAST_SECONDS:
+                    return INTERRUPTED, "its time is up"
+                time.sleep(SECONDS_PER_LOOK)
+        if srun.returncode == 0:
+            return 0, ""
+        said = new_text(srun_log, before)
+        judged = self._judge(said, before)
+        print(said, end="", flush=True)  # into the log of the first process, which has been read now
+        return judged
+
+    def _judge(self, said: str, before: dict[Path, int]) -> tuple[int, str]:
+        """What srun said of the processes that left -> as _attempt. The first is the cause; srun ended the others."""
+        left = list(LEFT.finditer(said))
+        if not left:
+            return -1, f"srun could not run it: {said.strip()}"
+        how = left[0]["how"]
+        if not EXITED.match(how):
+            return (INTERRUPTED if how.startswith(WARNINGS) else -1), self._where(left[0]) + how
+        found = []
+        for one in left:
+            if exited := EXITED.match(one["how"]):
+                for rank in ranks(one["ranks"]):
+                    log = self.folder / "logs" / f"{self.id}_{rank}_log.out"
+                    found.append((int(exited[1]), self._where(one, rank) + reason_in(new_text(log, before))))
+        return next((cause for cause in found if not OF_ANOTHER.search(cause[1])), found[0])
+
+    def _where(self, left: re.Match, rank: int | None = None) -> str:
+        rank = ranks(left["ranks"])[0] if rank is None else rank
+        return f"rank {rank} on {left['host']}: " if self.processes > 1 else ""
+
+    def _command(self) -> list[str]:
+        nodes, tasks = str(self.options["nodes"]), str(self.processes)
+        words = ["srun", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={tasks}", "--unbuffered"]
+        if self.options["cpus_per_task"]:  # not inherited from the job since SLURM 22.05
+            words.append(f"--cpus-per-task={self.options['cpus_per_task']}")
+        words += [f"--output={self.folder}/logs/{self.id}_%t_log.out", "--open-mode=append", *self.options["srun_args"]]
+        script = f"{self.submission['code']}/experiments/run.py"
+        rank = [self.submission["python"], "-P", "-m", "slurm.rank", script]
+        return [*words, *self.options["container"], *rank, *self.job.overrides]
+
+    def _environment(self) -> dict[str, str]:
+        first = "127.0.0.1" if self.options["nodes"] == 1 else socket.gethostname()
+        port = 20_000 + int(os.environ["SLURM_JOB_ID"]) % 20_000  # jobs that share a node have different ids
+        facts = {"MASTER_ADDR": first, "MASTER_PORT": str(port), "HYDRA_FULL_ERROR": "1"}  # the error is the last line
+        # Counts what happened here too: the run's lock and overwrite=true go by it.
+        facts["SLURM_RESTART_COUNT"] = str(self.job.starts - 1)
+        return os.environ | facts
+
+    def _leave(self, state: str) -> int:
+        """Back into the queue, unless SLURM has taken the job already, to put it there itself or to cancel it."""
+        self.job.save(self.folder)
+        if state != "RUNNING":
+            return INTERRUPTED
+        limit = self.options["max_num_timeout"]
+        if time.time() > self.ends - self.options["signal_delay_s"] - SLURM_ROUNDS:
+            self.job.timeouts += 1
+            if self.job.timeouts > limit:
+                return self._fail(
+                    f"out of time {self.job.timeouts} times; max_num_timeout={limit} is reached. The same command goes "
+                    "on from the last checkpoint."
+                )
+        self.job.save(self.folder)
+        print(f"back into the queue at {time.strftime('%F %T')}", flush=True)
+        requeue(self.id)
+        return INTERRUPTED
+
+    def _fail(self, reason: str, code: int = 1) -> int:
+        self.job.error = reason
+        self.job.save(self.folder)
+        print(f"failed: {reason}", flush=True)
+        return code
+
+
+def ranks(text: str) -> list[int]:
+    """`0,2-3` -> [0, 2, 3]."""
+    spans = [part.split("-") for part in text.split(",") if part]
+    return [rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)]
+
+
+def new_text(file: Path, before: dict[Path, int]) -> str:
+    """What a log has got since its size was taken."""
+    if not file.exists():
+        return ""
+    with open(file, "rb") as opened:
+        opened.seek(before.get(file, 0))
+        return opened.read().decode(errors="replace")
+
+
+if __name__ == "__main__":
+    os.chdir(
+        json.loads(Path(sys.argv[1], "submissions", f"{sys.argv[2]}.json").read_text(encoding="utf8"))["directory"]
+    )
+    code = Supervisor(Path(sys.argv[1]), sys.argv[2]).run()
+    os._exit(
+        code
+    )  # while Python cleans up after itself, a SIGTERM would end it, and the shell would think it was killed

@@ -1,0 +1,153 @@
+"""Sends the runs of a sweep to SLURM as job arrays. Called by hydra/launcher=slurm. Imports no torch.
+
+submitit writes the sbatch file and sends it. What runs in the job is `python -m slurm.job`, not a pickled function: all
+that a job reads is on disk before sbatch is called, so that whatever becomes of this process changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from filelock import FileLock
+from hydra.core.config_loader import ConfigLoader
+from omegaconf import DictConfig
+
+from experiments.snapshot import take_snapshot
+from experiments.sweep import Job, load_jobs, save_jobs
+from experiments.sweep_display import SweepDisplay
+from experiments.sweep_plan import folder_of, plan
+from otb.records import RunError, timestamp, write_atomically
+from slurm.look import look
+
+OURS = ("wait", "max_restarts", "max_num_timeout", "container", "srun_args", "submitit_folder")  # not sbatch's
+LARGEST_ARRAY = 1000  # SLURM's own default of MaxArraySize is 1001
+SECONDS_PER_LOOK = 5.0
+
+
+def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], options: dict) -> None:
+    """Sends what is neither done nor queued nor running; waits for the end unless wait=false. Raises RunError."""
+    folder = folder_of(sweep)
+    jobs = plan(loader, sweep, job_overrides, processes=options["nodes"] * options["tasks_per_node"])
+    with FileLock(folder / ".submitting.lock"):  # the same command twice at a time sends the runs once
+        known = adopt(folder, jobs)
+        finished = set() if sweep.overwrite else {"done"}
+        states, _ = look(folder, jobs)
+        wanted = [job for job, state in zip(jobs, states, strict=True) if state.over and state.state not in finished]
+        refused = [job for job in jobs if job.error is not None]
+        sent = [job for job in wanted if job.error is None]
+        for job in refused if not options["wait"] else ():  # else the table says so
+            print(f"{job.number}: refused: {job.error}", file=sys.stderr)
+        save_jobs(folder, [job for job in jobs if job.error or (job.number not in known and job not in sent)])
+        ids = []
+        if sent:
+            code = str(take_snapshot(folder / ".code"))
+            facts = {"options": options, "code": code, "python": sys.executable, "directory": os.getcwd()}
+            ids = send(folder, sent, facts)
+    print(
+        f"{len(sent)} of {len(jobs)} runs sent" + (f" as job {', '.join(ids)}" if ids else "")
+        + f", {len(refused)} refused, {len(jobs) - len(sent) - len(refused)} done, queued or running before. "
+        f"Where they stand: python -m slurm.status {os.path.relpath(folder)}"
+    )  # fmt: skip
+    if options["wait"]:
+        wait(folder)
+
+
+def adopt(folder: Path, jobs: list[Job]) -> set[int]:
+    """Takes over what the job files of an earlier submission say -> their numbers.
+
+    It may have been killed before it wrote all of them. Raises RunError where they are of another sweep.
+    """
+    earlier = load_jobs(folder) if any(folder.glob("job-*.json")) else []
+    for before in earlier:
+        if before.number >= len(jobs) or jobs[before.number].run != before.run:
+            raise RunError(
+                f"{folder} is the folder of a sweep over other runs, such as {before.run}; a job number must mean one "
+                "run. Choose another sweep=NAME; what is done, queued or running is not sent again."
+            )
+        jobs[before.number].submission, jobs[before.number].job = before.submission, before.job
+    return {before.number for before in earlier}
+
+
+def resend(folder: Path, jobs: list[Job]) -> list[str]:
+    """Sends runs as they were sent before -> the ids of the job arrays."""
+    ids = []
+    for token in sorted({job.submission for job in jobs}):
+        submission = json.loads((folder / "submissions" / f"{token}.json").read_text(encoding="utf8"))
+        ids += send(folder, [job for job in jobs if job.submission == token], submission)
+    return ids
+
+
+def send(folder: Path, jobs: list[Job], submission: dict) -> list[str]:
+    """submission: options, code, python, directory of the jobs -> the ids of the job arrays."""
+    ids = []
+    (folder / "submissions").mkdir(exist_ok=True)
+    for start in range(0, len(jobs), LARGEST_ARRAY):
+        part = jobs[start : start + LARGEST_ARRAY]
+        token = f"{timestamp()}-{secrets.token_hex(2)}"
+        submission = submission | {"numbers": [job.number for job in part]}
+        for job in part:
+            job.submission, job.job = token, None
+            job.error, job.starts, job.timeouts, job.kills, job.kills_at = None, 0, 0, 0, -1
+        save_jobs(folder, part)
+        file = folder / "submissions" / f"{token}.json"
+        write_atomically(file, json.dumps(submission, indent=1) + "\n")
+        ids.append(sbatch(folder, token, submission))
+        write_atomically(file, json.dumps(submission | {"array": ids[-1]}, indent=1) + "\n")  # helps to find the logs
+    return ids
+
+
+def sbatch(folder: Path, token: str, submission: dict) -> str:
+    """Sends one job array -> its id. Raises RunError where SLURM refuses it or there is none."""
+    from submitit import SlurmExecutor
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    options, code = submission["options"], submission["code"]
+    path = os.pathsep.join(filter(None, [code, os.getenv("PYTHONPATH")]))
+    setup = [*(options["setup"] or []), f"export PYTHONPATH={shlex.quote(path)} PYTHONUNBUFFERED=1", "trap : TERM USR2"]
+    # Whoever kills the process that would bring its run back, the shell brings it back instead.
+    # Not after SIGTERM (143), which comes when SLURM takes the job. SLURM_JOB_ID may be the id of the whole array.
+    again = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    killed = '[ $code -gt 128 ] && [ $code -ne 143 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]'
+    teardown = ["code=$?", f"if {killed}; then {again}; fi", "exit $code"]
+    extra = {"requeue": True, "chdir": submission["directory"]} | (options["additional_parameters"] or {})
+    parameters = {name: value for name, value in options.items() if name not in OURS and value is not None}
+    parameters |= {"name": f"{folder.name}.{token}", "setup": setup, "teardown": teardown, "use_srun": False}
+    parameters |= {"additional_parameters": extra}
+    words = [submission["python"], "-P", "-m", "slurm.job", str(folder), token]
+    try:
+        executor = SlurmExecutor(folder / "logs")
+        executor.update_parameters(**executor._convert_parameters(parameters))
+        executor.parameters["map_count"] = len(submission["numbers"])
+        executor.folder.mkdir(exist_ok=True)
+        return executor._submit_command(shlex.join(words)).job_id
+    except (RuntimeError, FailedJobError, FailedSubmissionError, ValueError) as error:
+        raise RunError(
+            f"SLURM did not take the jobs: {str(error).strip().splitlines()[-1]}. hydra/launcher=slurm runs where "
+            "sbatch and srun do, with what this cluster knows: partition, account, ... (slurm/README.md)."
+        ) from error
+
+
+def wait(folder: Path) -> None:
+    """Until nothing of the sweep is queued or running. Ctrl-C ends the waiting, not the jobs."""
+    try:
+        with SweepDisplay() as display:
+            while True:
+                states, _ = look(folder, load_jobs(folder))
+                display.show(states)
+                if all(state.over for state in states):
+                    break
+                time.sleep(SECONDS_PER_LOOK)
+    except KeyboardInterrupt:
+        print("\nno longer waiting; the jobs stay in the queue (scancel ends them)", file=sys.stderr)
+        raise
+    for job, state in zip(load_jobs(folder), states, strict=True):
+        if state.state != "done" and job.error is None:
+            job.error = state.error or state.state
+            job.save(folder)

@@ -1,0 +1,90 @@
+"""hydra/launcher=local as a user types it: several runs at a time, killed and given again, from a copy of the code."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.local_sweep import visible_gpus
+from otb.records import RunDirectory
+from tests.commands import ROOT, arguments, rows, run_command_line, wait_for
+from tests.slurm_cluster import job_files
+from tests.test_resume import without_times
+
+
+def sweep(runs_dir: Path, policy: Path, *more: str, **environment):
+    given = [*arguments(runs_dir, model__name=policy, steps=4), "-m", "hydra.launcher.parallel=2", *more]
+    return run_command_line(given, **environment)
+
+
+@pytest.fixture(scope="module")
+def killed(policy, tmp_path_factory) -> tuple[Path, str]:
+    """A sweep of two runs one of which is killed in its third step -> runs_dir, what was printed."""
+    runs_dir = tmp_path_factory.mktemp("sweep") / "runs"
+    given = [
+        *arguments(runs_dir, model__name=policy, steps=4),
+        "-m",
+        "hydra.launcher.parallel=2",
+        "seed=0,1",
+        "sweep=s",
+    ]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OTB_TEST_STEP_SECONDS": "0.7"}
+    command = [sys.executable, str(ROOT / "experiments" / "run.py"), *given]
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: (runs_dir / "s" / "job-00001.json").exists() or process.poll() is not None)
+    run = RunDirectory(job_files(runs_dir / "s")[1]["run"])
+    wait_for(lambda: len(rows(run.metrics_file)) == 3 or process.poll() is not None)
+    os.kill(json.loads((run.path / "lock.json").read_text())["pid"], signal.SIGKILL)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    return runs_dir, printed
+
+
+def test_a_killed_run_of_a_local_sweep_is_started_again_and_loses_nothing(killed, policy, tmp_path):
+    runs_dir, printed = killed
+    assert [job["starts"] for job in job_files(runs_dir / "s")] == [1, 2]
+    assert "1: otb-n2-seed1: done 4/4" in printed and "0: otb-n2-seed0: done 4/4" in printed
+    done = run_command_line(arguments(tmp_path / "alone", model__name=policy, steps=4, seed=1))
+    assert done.returncode == 0, done.stderr
+    (alone,) = (tmp_path / "alone").glob("*/*/metrics.jsonl")
+    (resumed,) = runs_dir.glob("*/*seed1*/metrics.jsonl")
+    assert without_times(resumed) == without_times(alone)
+
+
+def test_the_same_local_sweep_again_starts_nothing(killed, policy):
+    runs_dir, _ = killed
+    before = {path: path.stat().st_mtime_ns for path in runs_dir.glob("*/*/*.json*")}
+    done = sweep(runs_dir, policy, "seed=0,1", "sweep=s")
+    assert done.returncode == 0 and done.stdout.count("finished") == 2, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in runs_dir.glob("*/*/*.json*")} == before
+
+
+def test_a_run_of_a_local_sweep_that_fails_fails_alone(policy, tmp_path):
+    done = sweep(tmp_path / "runs", policy, "group_size=1", "baseline=otb,grpo", "task.train_prompts=10,2")
+    assert done.returncode == 1
+    assert done.stdout.count("failed: ") == 3 and done.stdout.count(": done 4/4") == 1
+    assert "more than the 2 training prompts" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_waiting_for_nothing_is_refused_where_no_queue_keeps_the_runs(policy, tmp_path):
+    done = sweep(tmp_path / "runs", policy, "wait=false")
+    assert done.returncode == 2 and "error: wait=false needs a queue" in done.stderr
+    done = sweep(tmp_path / "runs", policy, "hydra.launcher.parallel=0")
+    assert done.returncode == 2 and "hydra.launcher.parallel=0 must be a whole number of at least 1" in done.stderr
+
+
+def test_runs_get_one_gpu_each_of_those_that_are_visible(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert visible_gpus() == ["2", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\necho 'GPU 1: NVIDIA H200'\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert visible_gpus() == ["0", "1"]

@@ -1,0 +1,49 @@
+"""A run that a cluster warns writes a checkpoint at the next boundary, and ends so that it is brought back."""
+
+import os
+import signal
+
+import pytest
+
+from otb.records import RunDirectory
+from otb.warning_signal import EXIT_CODE
+from tests import commands
+from tests.commands import arguments, rows, the_run, wait_for
+from tests.test_resume import without_times
+
+
+@pytest.mark.parametrize(
+    ("number", "changed"),
+    [(signal.SIGUSR2, {}), (signal.SIGTERM, {"trainer__num_iterations": 2})],
+    ids=["time limit", "preemption in the middle of a generation cycle"],
+)
+def test_a_warned_run_stops_at_a_checkpoint_and_goes_on_without_loss(policy, tmp_path, number, changed):
+    log, given = tmp_path / "log", dict(model__name=policy, checkpoint_every=0, evaluation__every=0, **changed)
+    slurm = {"SLURM_JOB_ID": "7", "OTB_TEST_STEP_SECONDS": "0.3"}
+    process = commands.start(arguments(tmp_path / "warned", **given), log, **slurm)
+    wait_for(lambda: any(rows(file) for file in tmp_path.glob("warned/*/*/metrics.jsonl")))
+    os.kill(process.pid, number)
+    process.join(60)
+    run = RunDirectory(the_run(tmp_path / "warned"))
+    (reached,) = run.checkpoint_steps()
+    assert process.exitcode == EXIT_CODE and f"checkpoint written at step {reached}; the same" in log.read_text()
+    assert 0 < reached < 6 and reached % changed.get("trainer__num_iterations", 1) == 0
+    assert (run.status()["state"], run.status()["step"]) == ("interrupted", reached)
+    assert not (run.path / "lock.json").exists()
+    code, printed = commands.run(
+        arguments(tmp_path / "warned", **given), log, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1"
+    )
+    assert code == 0 and f"resuming at step {reached}\n" in printed
+    code, printed = commands.run(arguments(tmp_path / "whole", **given), log)
+    assert code == 0, printed
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert without_times(run.path / name) == without_times(the_run(tmp_path / "whole") / name)
+    assert not run.discarded_file.exists()
+
+
+def test_outside_of_slurm_sigterm_ends_a_run_at_once(policy, tmp_path):
+    process = commands.start(arguments(tmp_path, model__name=policy), tmp_path / "log", OTB_TEST_STEP_SECONDS="0.3")
+    wait_for(lambda: any(rows(file) for file in tmp_path.glob("*/*/metrics.jsonl")))
+    process.terminate()
+    process.join(10)
+    assert process.exitcode == -signal.SIGTERM
