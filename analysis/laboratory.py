@@ -15,8 +15,8 @@ from analysis.style import PAGE, colour, figure, keep_numbers, marker, save
 from otb.records import RunError
 
 RATIOS = ("relative_noise", "over_probe")
-SHOWN = (4, 32)  # group sizes, where they were measured
 MEASURED = [f"{name}{end}" for name in (*RATIOS, "direction_bias") for end in ("", "_low", "_high")]
+SHOWN = (4, 32)  # group sizes, where they were measured
 SHARES = np.linspace(0, 1, 201)[1:]
 
 
@@ -150,7 +150,10 @@ def names(folders: list[Path]) -> list[str]:
 
 
 def main(folders: list[Path]) -> None:
-    """Tables of each folder on standard output; one figure of all, laboratory.png, beside the first. Raises RunError."""
+    """Tables of each folder on standard output; one figure of all, laboratory.png, beside the first folder.
+
+    Raises RunError for what is no measurement, and for measurements without a group size in common.
+    """
     if not folders:
         raise RunError("Which measurements? Give folders: python -m analysis.laboratory runs/variance/*")
     if lacking := [str(folder) for folder in folders if not (folder / "estimators.csv").is_file()]:

@@ -116,17 +116,17 @@ def test_command_puts_folders_side_by_side_and_keeps_those_apart_that_differ_in_
     names = ["arithmetic-tiny-0a0a0a0a", "arithmetic-tiny-1b1b1b1b", "gsm8k-tiny"]
     assert heads == [f"### {name}, 12 prompts" for name in names]
     assert "N=4 noise" in done.stdout and "N=8 noise" in done.stdout and "N=2 " not in done.stdout
-    kept = pd.read_csv(tmp_path / "figures" / "laboratory.csv")
+    kept = pd.read_csv(tmp_path / "laboratory.csv")
     assert set(kept.measurement) == set(names)
 
 
-def test_command_refuses_what_is_no_measurement(tmp_path, monkeypatch):
+def test_command_refuses_what_is_no_measurement(tmp_path):
     for folders, said in (([], "Which measurements?"), ([tmp_path], "no estimators.csv")):
         with pytest.raises(RunError, match=said):
-            laboratory.main(folders, tmp_path / "figure")
+            laboratory.main(folders)
     folders = [tmp_path / "a-1", tmp_path / "b-2"]
     for folder, sizes in zip(folders, ((2,), (4,)), strict=True):
         folder.mkdir()
         results(sizes=sizes).to_csv(folder / "estimators.csv", index=False)
     with pytest.raises(RunError, match="no group size in common"):
-        laboratory.main(folders, tmp_path / "figure")
+        laboratory.main(folders)

@@ -83,8 +83,14 @@ def test_slurm_builds_on_the_light_half_of_the_experiments():
 
 
 LIGHT = ["otb", "otb.records", "otb.run_lock", "otb.options", "otb.warning_signal", "otb.baselines.otb"]
-LIGHT += ["otb.baselines.energy_probe", "otb.baselines.trajectory_cv", "experiments.variance"]
-LIGHT += ["experiments.settings", "experiments.run", "experiments.local_sweep", "experiments.sweep_plan"]
+LIGHT += ["otb.baselines.energy_probe", "otb.baselines.trajectory_cv"]
+LIGHT += [
+    "experiments.settings",
+    "experiments.run",
+    "experiments.variance",
+    "experiments.local_sweep",
+    "experiments.sweep_plan",
+]
 LIGHT += ["slurm", "slurm.submit", "slurm.status", "slurm.job", "slurm.rank", "hydra_plugins.otb_launchers"]
 
 

@@ -30,7 +30,7 @@ from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from tests.groups import learned, random_groups, seen_by, taken
 
 NAN = float("nan")
-PER_TOKEN = ("score_norms", "prefix_norms", "log_probs", "log_sum_sq_probs")
+PER_TOKEN = ("score_norms", "prefix_norms")
 otb_own, otb_carry = partial(otb, tail="own"), partial(otb, tail="carry")
 otb_exact_own, otb_loo_zero = partial(otb_exact, tail="own"), partial(otb_loo, tail="zero")
 LEAVE_ONE_OUT = [rloo, otb_loo, otb_loo_zero, otb_carry_loo, sequence_energy_loo]
@@ -218,10 +218,8 @@ def test_a_step_without_any_own_token_gives_advantages_and_metrics(baseline):
     """Every rollout of a step may be truncated and masked: T is 0 then."""
     some = taken(random_groups(prompts=1), torch.tensor([0, 1]))
     nothing = {name: getattr(some, name)[..., :0] for name in PER_TOKEN}
-    hidden = {"hidden": some.reduced["hidden"][:, :, :0]}
-    rollouts = replace(
-        some, lengths=some.lengths * 0, sequence_norms=some.sequence_norms * 0, **nothing, reduced=hidden
-    )
+    nothing["reduced"] = {name: values[:, :, :0] for name, values in some.reduced.items()}
+    rollouts = replace(some, lengths=some.lengths * 0, sequence_norms=some.sequence_norms * 0, **nothing)
     rollouts = seen_by(baseline, rollouts)
     result = advantages(rollouts, baseline(rollouts))
     assert result.isfinite().all()

@@ -233,7 +233,7 @@ def test_probe_begins_with_the_mean_of_the_other_rollouts():
 def test_probe_stays_in_the_range_of_the_rewards_seen():
     probe, step = learned(EnergyProbe(pseudo_rollouts=1e-3)), random_groups()
     seen = torch.cat([random_groups(seed=100 + i).rewards for i in range(3)])
-    far = replace(step, reduced={"hidden": step.reduced["hidden"] * 1e3})
+    far = replace(step, reduced=step.reduced | {"hidden": step.reduced["hidden"] * 1e3})
     value = value_of(probe, far)[far.own]
     torch.testing.assert_close(value.aminmax(), torch.return_types.aminmax((seen.min(), seen.max())))
 
@@ -242,14 +242,13 @@ def test_unscored_rollouts_teach_nothing():
     step = random_groups()
     rewards = step.rewards.clone()
     rewards[:, 4] = torch.nan
-    states, log_probs = step.reduced["hidden"].clone(), step.log_probs.clone()
-    states[:, 4] *= 100
-    log_probs[:, 4] *= 2
+    odd = {name: values.clone() for name, values in step.reduced.items()}
+    odd["hidden"][:, 4] *= 100
+    odd["log_probs"][:, 4] *= 2
     for make in PROBES.values():
         one, other = make(), make()
         one.update(seen_by(one, replace(step, rewards=rewards)))
-        changed = replace(step, rewards=rewards, reduced={"hidden": states}, log_probs=log_probs)
-        other.update(seen_by(other, changed))
+        other.update(seen_by(other, replace(step, rewards=rewards, reduced=odd)))
         others = [0, 1, 2, 3, 5]
         mine, theirs = (value_of(baseline, step) for baseline in (one, other))
         torch.testing.assert_close(getattr(mine, "value", mine)[:, others], getattr(theirs, "value", theirs)[:, others])

@@ -226,7 +226,7 @@ def test_groups_of_a_step_are_padded_to_the_longest_rollout():
     short, long = (torch.tensor([RESPONSES.index(response)] * 2) for response in ((0,), (1, 1, 1)))
     step = step_groups(PROBE, [prompt_of(short), prompt_of(long)], 2)
     assert step.score_norms.shape == (2, 2, 3) and step.lengths.tolist() == [[1, 1], [3, 3]]
-    assert step.log_probs[0, :, 1:].eq(0).all() and step.own[1].all()
+    assert step.score_norms[0, :, 1:].eq(0).all() and step.own[1].all()
     assert step.reduced["values"].shape == (2, 2, 3)
     assert step.totals["moments"][-1, -1] == pytest.approx(float(step.score_norms.sum()), rel=1e-5)  # both prompts'
 

@@ -15,7 +15,6 @@ from otb.baselines.grpo import grpo
 from otb.baselines.none import none
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
-from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.trainer import isolated_random_state
 from tests.trainers import PROMPTS, byte_reward, config, dataset, recorded
 
@@ -76,13 +75,12 @@ def rows_without_gradient(monkeypatch) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("baseline", [otb, TrajectoryCV()], ids=["otb", "trajectory_cv"])
 @pytest.mark.parametrize(("passes", "options"), [(1, dict()), (1, dict(num_iterations=2)), (2, dict(beta=0.1))])
 def test_trainer_adds_at_most_one_forward_and_none_where_trl_makes_its_own(
-    tmp_path, untrained, tokenizer, rows_without_gradient, passes, options, baseline
+    tmp_path, untrained, tokenizer, rows_without_gradient, passes, options
 ):
     """With num_iterations=2 the one pass is TRL's old log-probs, with beta one of the two is the reference model's."""
-    recorded(tmp_path, untrained, tokenizer, baseline=baseline, max_steps=1, **options)
+    recorded(tmp_path, untrained, tokenizer, max_steps=1, **options)
     assert sum(rows_without_gradient) == passes * 16
 
 
