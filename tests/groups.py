@@ -52,12 +52,13 @@ def token_states(rollouts: RolloutGroups, rows=slice(None)) -> TokenStates:
     def some(values):
         return None if values is None else values.flatten(0, 1)[rows]
 
+    certain = torch.zeros_like(rollouts.score_norms)
     own = some(torch.arange(rollouts.score_norms.shape[2]) < rollouts.lengths.unsqueeze(-1))
     return TokenStates(
         own=own,
         hidden_states=some(rollouts.reduced["hidden"]) * own.unsqueeze(-1),
-        log_probs=some(rollouts.reduced["log_probs"]),
-        log_sum_sq_probs=some(rollouts.reduced["log_sum_sq_probs"]),
+        log_probs=some(rollouts.reduced.get("log_probs", certain)),
+        log_sum_sq_probs=some(rollouts.reduced.get("log_sum_sq_probs", certain)),
         score_norms=some(rollouts.score_norms),
         scored=some(rollouts.scored),
     )
