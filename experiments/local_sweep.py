@@ -18,15 +18,15 @@ from omegaconf import DictConfig
 
 from experiments.run_state import Queued, RunState, state_of
 from experiments.snapshot import take_snapshot
-from experiments.sweep import INTERRUPTED, Job, may_restart, reason_in, save_jobs
+from experiments.sweep import INTERRUPTED, Job, earlier_jobs, may_restart, reason_in, save_jobs
 from experiments.sweep_display import SweepDisplay
 from experiments.sweep_plan import folder_of, plan
 from otb.records import RunError
+from otb.run_lock import heartbeat_age, is_alive, read_lock
 
 SECONDS_PER_LOOK = 0.5
 SECONDS_TO_END = 15.0  # for a run to write down that it was stopped
 
-GOING_ON = ("done", "running")  # nothing to start
 QUEUED_HERE = Queued("", "", "PENDING")
 
 
@@ -43,6 +43,7 @@ def launch(
     if not wait:
         raise RunError("wait=false needs a queue that keeps the runs. Add hydra/launcher=slurm, or use wait=true.")
     folder, jobs = folder_of(sweep), plan(loader, sweep, job_overrides, processes=1)
+    earlier_jobs(folder, jobs)  # refuses the folder of another sweep
     save_jobs(folder, jobs)
     LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite).run()
 
@@ -64,7 +65,7 @@ class LocalSweep:
         self.code = take_snapshot(folder / ".code")
         self.logs = folder / "logs"
         self.logs.mkdir(exist_ok=True)
-        self.waiting = [job for job in jobs if job.error is None and (overwrite or state_of(job).state not in GOING_ON)]
+        self.waiting = [job for job in jobs if job.error is None and (overwrite or not goes_on(job))]
         self.running: dict[int, tuple[subprocess.Popen, Job, str | None, int]] = {}
 
     def run(self) -> None:
@@ -122,6 +123,12 @@ class LocalSweep:
         elif process.returncode == INTERRUPTED:
             job.error = "interrupted by a warning signal; the same command goes on"
         job.save(self.folder)
+
+
+def goes_on(job: Job) -> bool:
+    """Whether there is nothing to start: the run is done, or a process writes it, as its lock judges that."""
+    lock = Path(job.run) / "lock.json"
+    return state_of(job).state == "done" or (lock.exists() and is_alive(read_lock(lock), heartbeat_age(lock)))
 
 
 def visible_gpus() -> list[str]:

@@ -63,6 +63,18 @@ def load_jobs(folder: Path) -> list[Job]:
     return [load_job(Path(folder), number) for number in numbers]
 
 
+def earlier_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
+    """Those that the folder holds already. Raises RunError where they are of another sweep than `jobs`."""
+    earlier = load_jobs(folder) if any(folder.glob("job-*.json")) else []
+    for before in earlier:
+        if before.number >= len(jobs) or jobs[before.number].run != before.run:
+            raise RunError(
+                f"{folder} is the folder of a sweep over other runs, such as {before.run}; a job number must mean one "
+                "run. Choose another sweep=NAME; what is done, queued or running is not sent again."
+            )
+    return earlier
+
+
 class JobFile:
     """`with JobFile(...)`: the job file of a run in this very process, for launchers that know no job files."""
 

@@ -26,9 +26,8 @@ SLURM_ROUNDS = 60.0  # seconds by which a warning may come early
 WARNINGS = ("Terminated", "User defined signal 2")  # deaths of a process that was not listening yet
 LEFT = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)")
 EXITED = re.compile(r"Exited with exit code (\d+)")
-OF_ANOTHER = re.compile(
-    "closed by peer|reset by peer|DistBackendError|DistNetworkError|ncclRemoteError"
-)  # not the cause
+# What a process says that lost another one: not the cause.
+OF_ANOTHER = re.compile("closed by peer|reset by peer|DistBackendError|DistNetworkError|ncclRemoteError")
 
 
 class Supervisor:
@@ -159,11 +158,13 @@ def new_text(file: Path, before: dict[Path, int]) -> str:
         return opened.read().decode(errors="replace")
 
 
+def main(folder: Path, token: str) -> int:
+    submission = json.loads((folder / "submissions" / f"{token}.json").read_text(encoding="utf8"))
+    os.chdir(submission["directory"])
+    return Supervisor(folder, token).run()
+
+
 if __name__ == "__main__":
-    os.chdir(
-        json.loads(Path(sys.argv[1], "submissions", f"{sys.argv[2]}.json").read_text(encoding="utf8"))["directory"]
-    )
-    code = Supervisor(Path(sys.argv[1]), sys.argv[2]).run()
-    os._exit(
-        code
-    )  # while Python cleans up after itself, a SIGTERM would end it, and the shell would think it was killed
+    code = main(Path(sys.argv[1]), sys.argv[2])
+    # Not sys.exit: a SIGTERM while Python cleans up would end it, and the shell would think that it was killed.
+    os._exit(code)

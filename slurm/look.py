@@ -26,7 +26,7 @@ def explained(folder: Path, job: Job, state: RunState) -> RunState:
         return state
     for log in log_files(folder, job):
         return state._replace(state="failed", error=reason_in(log.read_text(encoding="utf8", errors="replace")))
-    return state._replace(error="its job left the queue before it began")
+    return state._replace(error="its job left the queue before it began, or SLURM did not take it")
 
 
 def log_files(folder: Path, job: Job) -> list[Path]:

@@ -84,17 +84,18 @@ def show_logs(folder: Path, jobs: list[Job], states: list[RunState]) -> None:
 
 def resubmit(folder: Path) -> None:
     """What failed, with the code and the options that it was sent with. Raises RunError."""
-    from slurm.submit import resend
+    from slurm.submit import answered, resend
 
+    load_jobs(folder)  # a folder that holds no sweep gets no lock
     with FileLock(folder / ".submitting.lock"):
         jobs = load_jobs(folder)
-        states, _ = look(folder, jobs)
-        wanted = [job for job, state in zip(jobs, states, strict=True) if state.state in TO_RESUBMIT and state.over]
-        if unsent := [job for job in wanted if not job.submission]:
-            raise RunError(
-                f"{len(unsent)} runs, such as {unsent[0].run}, were never sent to SLURM: {unsent[0].error}. Mend the "
-                "command and give it again."
-            )
+        states = answered(*look(folder, jobs))
+        failed = [job for job, state in zip(jobs, states, strict=True) if state.state in TO_RESUBMIT and state.over]
+        wanted = [job for job in failed if job.submission]
+        for job in failed:
+            if not job.submission:
+                why = job.error or "its sweep ran on one machine"
+                print(f"{job.number}: never sent to SLURM: {why}. Give the sweep's own command again.", file=sys.stderr)
         print(f"{len(wanted)} runs sent as job {', '.join(resend(folder, wanted))}" if wanted else "nothing to send")
 
 

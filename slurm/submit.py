@@ -19,8 +19,9 @@ from filelock import FileLock
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
+from experiments.run_state import RunState
 from experiments.snapshot import take_snapshot
-from experiments.sweep import Job, load_jobs, save_jobs
+from experiments.sweep import Job, earlier_jobs, load_jobs, save_jobs
 from experiments.sweep_display import SweepDisplay
 from experiments.sweep_plan import folder_of, plan
 from otb.records import RunError, timestamp, write_atomically
@@ -29,6 +30,7 @@ from slurm.look import look
 OURS = ("wait", "max_restarts", "max_num_timeout", "container", "srun_args", "submitit_folder")  # not sbatch's
 LARGEST_ARRAY = 1000  # SLURM's own default of MaxArraySize is 1001
 SECONDS_PER_LOOK = 5.0
+STOPPED = 130  # exit code after Ctrl-C
 
 
 def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], options: dict) -> None:
@@ -38,13 +40,15 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
     with FileLock(folder / ".submitting.lock"):  # the same command twice at a time sends the runs once
         known = adopt(folder, jobs)
         finished = set() if sweep.overwrite else {"done"}
-        states, _ = look(folder, jobs)
+        states = answered(*look(folder, jobs))
         wanted = [job for job, state in zip(jobs, states, strict=True) if state.over and state.state not in finished]
         refused = [job for job in jobs if job.error is not None]
         sent = [job for job in wanted if job.error is None]
         for job in refused if not options["wait"] else ():  # else the table says so
             print(f"{job.number}: refused: {job.error}", file=sys.stderr)
-        save_jobs(folder, [job for job in jobs if job.error or (job.number not in known and job not in sent)])
+        # The file of a run that is queued or running belongs to its job, even where today's code refuses the run.
+        ours = [job for job, state in zip(jobs, states, strict=True) if state.over and job.error]
+        save_jobs(folder, ours + [job for job in jobs if job.number not in known and job not in ours + sent])
         ids = []
         if sent:
             code = str(take_snapshot(folder / ".code"))
@@ -59,18 +63,23 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
         wait(folder)
 
 
+def answered(states: list[RunState], note: str) -> list[RunState]:
+    """What `look` found. Raises RunError where SLURM did not say what is queued: a run might be sent twice."""
+    if note:
+        raise RunError(
+            "SLURM does not answer (squeue), so that nobody knows which runs are queued; nothing was sent. Try again "
+            "when it does, or use hydra/launcher=local."
+        )
+    return states
+
+
 def adopt(folder: Path, jobs: list[Job]) -> set[int]:
     """Takes over what the job files of an earlier submission say -> their numbers.
 
     It may have been killed before it wrote all of them. Raises RunError where they are of another sweep.
     """
-    earlier = load_jobs(folder) if any(folder.glob("job-*.json")) else []
+    earlier = earlier_jobs(folder, jobs)
     for before in earlier:
-        if before.number >= len(jobs) or jobs[before.number].run != before.run:
-            raise RunError(
-                f"{folder} is the folder of a sweep over other runs, such as {before.run}; a job number must mean one "
-                "run. Choose another sweep=NAME; what is done, queued or running is not sent again."
-            )
         jobs[before.number].submission, jobs[before.number].job = before.submission, before.job
     return {before.number for before in earlier}
 
@@ -94,10 +103,11 @@ def send(folder: Path, jobs: list[Job], submission: dict) -> list[str]:
         submission = submission | {"numbers": [job.number for job in part]}
         for job in part:
             job.submission, job.job = token, None
-            job.error, job.starts, job.timeouts, job.kills, job.kills_at = None, 0, 0, 0, -1
-        save_jobs(folder, part)
+            # `starts` stays: overwrite=true was obeyed by the first of them
+            job.error, job.timeouts, job.kills, job.kills_at = None, 0, 0, -1
         file = folder / "submissions" / f"{token}.json"
-        write_atomically(file, json.dumps(submission, indent=1) + "\n")
+        write_atomically(file, json.dumps(submission, indent=1) + "\n")  # first: no job file names what is not there
+        save_jobs(folder, part)
         ids.append(sbatch(folder, token, submission))
         write_atomically(file, json.dumps(submission | {"array": ids[-1]}, indent=1) + "\n")  # helps to find the logs
     return ids
@@ -146,7 +156,7 @@ def wait(folder: Path) -> None:
                 time.sleep(SECONDS_PER_LOOK)
     except KeyboardInterrupt:
         print("\nno longer waiting; the jobs stay in the queue (scancel ends them)", file=sys.stderr)
-        raise
+        sys.exit(STOPPED)
     for job, state in zip(load_jobs(folder), states, strict=True):
         if state.state != "done" and job.error is None:
             job.error = state.error or state.state

@@ -66,7 +66,7 @@ class EnergyProbe(RidgeProbe):
         if self.group_correction and rollouts.scored.any():
             self._update_correction(rollouts)
         super().update(rollouts)
-        if self.group_correction and self.fitted:
+        if self.group_correction and self.fitted and self._state["last_moments"][-1, -1] > 0:
             self._fit_correction()
 
     # ---- the group correction
