@@ -4,7 +4,8 @@ python experiments/variance.py quick=true                              # under 4
 python experiments/variance.py task=arithmetic_tools
 python experiments/variance.py checkpoint=runs/.../checkpoints/step-00000040
 Each prompt's measurements are kept in the run directory as they come: the same command continues after a kill, and
-with other `estimators` or `group_sizes` it measures nothing twice. What is measured and why: docs/variance.md.
+with other `estimators`, or `group_sizes` up to the same largest, it measures nothing twice. docs/variance.md says what
+is measured, and what was found.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def estimators(cfg: DictConfig) -> list[str]:
     """Their names: those that all are compared with, and what is asked for."""
     known = sorted(path.stem for path in (settings.CONF / "baseline").glob("*.yaml"))
     asked = known if cfg.estimators is None else OmegaConf.to_container(cfg)["estimators"]
-    asked = [asked] if isinstance(asked, str) else asked
+    asked = asked if isinstance(asked, list) else [str(asked)]
     for name in asked:
         if name not in known:
             raise RunError(f"estimators: {name} is no baseline.{settings.near_miss(name, known)} Known: {known}.")
@@ -99,9 +100,23 @@ def estimators(cfg: DictConfig) -> list[str]:
 def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
     """runs_dir/variance/TASK-MODEL[-STEP]-DIGEST: of everything that a stored measurement depends on."""
     identity = {key: OmegaConf.to_container(cfg, resolve=True)[key] for key in MEASUREMENT}
+    if cfg.checkpoint is not None:  # by its weights: the same path may hold another policy after overwrite=true
+        identity["checkpoint"] = weights_digest(Path(cfg.checkpoint).expanduser())
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
     checkpoint = [] if cfg.checkpoint is None else [Path(cfg.checkpoint).name]
     return Path(cfg.runs_dir) / "variance" / "-".join([choices["task"], choices["model"], *checkpoint, digest])
+
+
+def weights_digest(checkpoint: Path) -> str:
+    """Raises RunError where the folder holds no weights."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    if not files:
+        raise RunError(f"checkpoint={checkpoint} holds no *.safetensors. Give RUN/checkpoints/step-XXXXXXXX.")
+    digest = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
 
 
 def command_line(arguments: list[str]) -> None:

@@ -40,7 +40,7 @@ def laboratory(cfg: DictConfig, names: list[str], folder: Path, sandbox) -> None
         load = saved_policy(cfg, inputs.task, folder, steps)
         start = (load, cfg.sketch, cfg.temperature)
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(cfg.workers or os.cpu_count(), spawn, workers.start, start) as pool:
+        with ProcessPoolExecutor(cfg.workers or len(os.sched_getaffinity(0)), spawn, workers.start, start) as pool:
             files = Measurements(cfg, inputs, load, folder, pool, steps)
             rows = judged(cfg, names, files, pool, steps)
     report(rows, [Prompt(Measured.load(file)) for file in files.judged], folder)
@@ -95,7 +95,9 @@ def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
         adapter = str(folder / "adapter")
         if not Path(adapter).exists():
             set_seed(cfg.seed)
-            get_peft_model(load_model(base, cfg.model.revision, "float32"), lora).save_pretrained(adapter)
+            fresh = get_peft_model(load_model(base, cfg.model.revision, "float32"), lora)
+            fresh.save_pretrained(f"{adapter}.writing")
+            os.replace(f"{adapter}.writing", adapter)
     load = partial(workers.load_policy, base, cfg.model.revision, adapter)
     model = load()
     try:

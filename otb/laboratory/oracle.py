@@ -3,7 +3,8 @@
 Among all functions B_t of the prefix before token t, E[sum_t w_t (R - B_t)^2] is smallest at B_t = E[w_t R | prefix] /
 E[w_t | prefix], the expectation being over the token and all that follows. Continuations of every prefix of a rollout
 estimate it. Two halves of them give two independent estimates B', B'', and w (R - B')(R - B'') has the mean of the
-optimum's energy, where w (R - B')^2 would count the noise of B'. For tasks without tools.
+optimum's energy up to the square of a ratio estimate's bias, where w (R - B')^2 would count the noise of B'. For tasks
+without tools.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def oracle(model, tokenizer, task, row: dict, rollout: Rollout, continuations: i
         weights.append(w)
         rewards.append(r)
     w, r = torch.cat(weights), torch.cat(rewards)  # (T, continuations)
+    w, r = w.where(~r.isnan(), 0.0), r.nan_to_num()  # an unscored continuation counts for nothing
     halves = [half.unflatten(1, (2, -1)).sum(-1) for half in (w * r, w)]
     return (halves[0] / halves[1].clamp(min=1e-12)).T
 
@@ -74,4 +76,5 @@ def continued(model, tokenizer, task, row, prefixes, start: int, count: int, tem
         messages, **{name: [value] * len(messages) for name, value in row.items() if name != "prompt"}
     )
     shape = (len(prefixes), count)
-    return w.view(shape), torch.tensor(rewards).view(shape)
+    scored = [float("nan") if reward is None else float(reward) for reward in rewards]
+    return w.view(shape), torch.tensor(scored).view(shape)

@@ -88,10 +88,11 @@ def judge_prompt(
 def energies(prompt: Prompt, advantage, members, oracles) -> dict[str, float]:
     """Token-diagonal energy sum_t w_t A_t^2 per rollout, of the estimator and of the oracle on the same rollouts."""
     rollouts = len(oracles)
-    drawn = torch.zeros(len(members), len(prompt.rewards)).scatter_(1, members.flatten(1), 1)[:, :rollouts]
+    scored = ~prompt.rewards[:rollouts].isnan()
+    drawn = scored * torch.zeros(len(members), len(prompt.rewards)).scatter_(1, members.flatten(1), 1)[:, :rollouts]
     w = prompt.score_norms[:rollouts]
     energy = (w * advantage[:, :rollouts].square()).sum(-1)  # (K, rollouts)
     width = min(w.shape[1], oracles.shape[-1])
     gap = prompt.rewards[:rollouts].view(-1, 1, 1) - oracles[..., :width]
     bound = (w[:, :width] * gap[:, 0] * gap[:, 1]).sum(-1)
-    return {"energy": (energy.sum() / drawn.sum()).item(), "oracle_energy": bound.mean().item()}
+    return {"energy": (energy.sum() / drawn.sum()).item(), "oracle_energy": bound[scored].mean().item()}
