@@ -8,7 +8,7 @@ from peft import LoraConfig
 from trl import GRPOTrainer
 
 from otb import OTBTrainer
-from otb.baselines import declare
+from otb.baselines import declare, name_of
 from otb.baselines.damped_probe import DampedProbe
 from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.ob_exact import ob_exact
@@ -119,7 +119,7 @@ def test_hidden_states_cost_one_forward_also_where_trl_makes_its_own(
 
 
 @pytest.mark.parametrize(
-    "baseline", [EnergyProbe(group_correction=True), DampedProbe(), Value(), ob_exact, otb_exact], ids=str
+    "baseline", [EnergyProbe(group_correction=True), DampedProbe(), Value(), ob_exact, otb_exact], ids=name_of
 )
 def test_every_estimator_trains(tmp_path, untrained, tokenizer, baseline):
     trainer = recorded(tmp_path, untrained, tokenizer, max_steps=3, baseline=baseline)
