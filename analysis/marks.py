@@ -27,6 +27,7 @@ SHIPPED_ARGUMENTS = {  # arguments of conf/baseline/NAME.yaml that the bare name
     "value": {"learning_rate": 1e-3, "epochs": 10},
     "damped_probe": {"pseudo_rollouts": 100.0, "decay": 0.9},
     "energy_probe": {"pseudo_rollouts": 100.0, "decay": 0.9, "group_correction": False},
+    "trajectory_cv": {"pseudo_rollouts": 100.0, "decay": 0.9},
 }
 
 

@@ -62,7 +62,7 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
     (runs_dir / "broken").touch()
     broken = {"OTB_TEST_FAILING_RANK": "1", "OTB_TEST_FAILING_FILE": str(runs_dir / "broken")}
     send("ranks", "steps=2", "seed=10", "hydra.launcher.tasks_per_node=2", **broken)
-    send("limited", f"seed={LIMITED}", "hydra.launcher.timeout_min=1", OTB_TEST_STEP_SECONDS="3")
+    send("limited", f"seed={LIMITED}", "hydra.launcher.timeout_min=1", OTB_TEST_STEP_SECONDS="6")
     send("mixed", "group_size=1", "task.train_prompts=10,2", "steps=1", "baseline=otb,grpo")
     cancelled = send("cancelled", "seed=11", OTB_TEST_STEP_SECONDS="1")[0]
     local, seen["local"] = start_locally(policy, runs_dir.parent / "local")
