@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
 from peft import PeftModel
 
 from otb.laboratory.estimators import Prompt, rollout_advantages, rollout_gradients
@@ -29,6 +30,7 @@ def load_policy(base: str, revision: str | None, adapter: str | None):
 def start(load: Callable, sketch: int, temperature: float) -> None:
     """Initializer of the pool: `load()` gives the policy."""
     torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()  # of loading the policy; the laboratory has its own
     model = load()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _policy.update(model=model, sketch=Sketch(trainable, sketch), temperature=temperature)
