@@ -46,12 +46,17 @@ def noise(results: pd.DataFrame):
         for place, row in enumerate(part.itertuples()):
             ax.plot([row.relative_noise_low, row.relative_noise_high], [place, place], color=colour(row.Index), lw=1)
             ax.plot(row.relative_noise, place, marker(row.Index), color=colour(row.Index), ms=4)
-        ax.axvline(1, color="0.6", lw=0.6, zorder=0)
-        ax.set(title=f"N = {size}", xlabel="noise / noise of rloo", yticks=range(len(order)), yticklabels=order)
-        ax.set_xlim(left=0)
+        name_estimators(ax, size, order)
     axes[0, 0].figure.suptitle(subtitle(results), fontsize=7)
     keep_numbers(axes[0], results)
     return axes[0]
+
+
+def name_estimators(ax, size: int, order: pd.Index) -> None:
+    """A row per estimator, and where rloo stands."""
+    ax.axvline(1, color="0.6", lw=0.6, zorder=0)
+    ax.set(title=f"N = {size}", xlabel="noise / noise of rloo", yticks=range(len(order)), yticklabels=order)
+    ax.set_xlim(left=0)
 
 
 def bias_and_noise(results: pd.DataFrame):
@@ -117,9 +122,7 @@ def side_by_side(measurements: dict[str, pd.DataFrame], sizes: tuple[int, ...]):
             ax.hlines(y, part.relative_noise_low, part.relative_noise_high, color=f"C{place}", lw=0.8)
             label = f"{name}, {int(results.prompts.iloc[0])} prompts"
             ax.plot(part.relative_noise, y, "o", color=f"C{place}", ms=2.5, label=label)
-        ax.axvline(1, color="0.6", lw=0.6, zorder=0)
-        ax.set(title=f"N = {size}", xlabel="noise / noise of rloo", yticks=range(len(order)), yticklabels=order)
-        ax.set_xlim(left=0)
+        name_estimators(ax, size, order)
     axes[0, 0].figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=6)
     keep_numbers(axes[0], table)
     return axes[0]

@@ -35,6 +35,11 @@ class OnlineRidge:
     def fitted(self) -> bool:
         return "coefficients" in self._state
 
+    def _widen_range(self, rewards: Tensor) -> None:
+        """`low` and `high` of the state hold the range of the rewards seen so far."""
+        for name, extreme, wider in (("low", rewards.amin(), min), ("high", rewards.amax(), max)):
+            self._state[name] = wider(self._state.get(name, extreme), extreme)
+
     def _decay_and_add(self, **sums: Tensor) -> None:
         for name, new in sums.items():
             self._state[name] = self.decay * self._kept(name, new) + new if name in self._state else new
@@ -76,8 +81,7 @@ class RidgeProbe(OnlineRidge):
             target=rewards.to(moments) @ states,  # sum_i R_i sum_t w_t phi_t
             rollouts=(rollouts.lengths[rollouts.scored] > 0).sum().to(moments),
         )
-        for name, extreme, wider in (("low", rewards.amin(), min), ("high", rewards.amax(), max)):
-            self._state[name] = wider(self._state.get(name, extreme), extreme)
+        self._widen_range(rewards)
         if self._state["moments"][-1, -1] > 0:
             fit = ridge(*(self._state[name] for name in ("moments", "target", "rollouts")), self.pseudo_rollouts)
             self._state["coefficients"] = fit

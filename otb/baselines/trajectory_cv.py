@@ -67,8 +67,7 @@ class TrajectoryCV(OnlineRidge):
         rewards = rollouts.rewards[rollouts.scored]
         if not rewards.numel():
             return
-        for name, extreme, wider in (("low", rewards.amin(), min), ("high", rewards.amax(), max)):
-            self._state[name] = wider(self._state.get(name, extreme), extreme)
+        self._widen_range(rewards)
         if "moments" in rollouts.totals:
             self._fit("coefficients", "moments", "weighted_features", rollouts)
         self._fit("value_coefficients", "state_moments", "states", rollouts)

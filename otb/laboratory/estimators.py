@@ -13,6 +13,7 @@ from torch import Tensor
 
 from otb import baselines
 from otb.advantages import advantages
+from otb.exact_norms import kept_after_end
 from otb.laboratory.scores import Measured
 from otb.rollouts import RolloutGroups, TokenStates
 from otb.score_norms import logit_gradient_proxy
@@ -33,9 +34,7 @@ class Prompt:
         if measured.sketches.size:
             self.sketches = measured.padded("sketches")
             self.token_norms = measured.padded("token_norms")
-            last = (self.lengths - 1).clamp(min=0).unsqueeze(1)
-            prefix = measured.padded("prefix_norms")
-            self.prefix_norms = prefix.where(self.own, prefix.gather(1, last))  # kept after the last own token
+            self.prefix_norms = kept_after_end(measured.padded("prefix_norms"), self.lengths)
 
     def states(self) -> TokenStates:
         probabilities = (self.log_probs, self.log_sum_sq_probs, self.score_norms)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otb.exact_norms import in_chunks, own_log_probs, scores, trainable
+from otb.exact_norms import in_chunks, own_log_probs, scores, squared_norms, trainable
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def score_vectors(model, rollout: Rollout, temperature: float, parameters, sketc
         sketches.append(sketch(vectors))
         prefixes = [(earlier + vector.cumsum(0)) for earlier, vector in zip(before, vectors, strict=True)]
         before = [prefix[-1:].clone() for prefix in prefixes]
-        token_norms.append(sum(vector.flatten(1).square().sum(1) for vector in vectors))
-        prefix_norms.append(sum(prefix.flatten(1).square().sum(1) for prefix in prefixes))
+        token_norms.append(squared_norms(vectors))
+        prefix_norms.append(squared_norms(prefixes))
     return {
         "sketches": torch.cat(sketches),
         "token_norms": torch.cat(token_norms),

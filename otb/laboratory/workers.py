@@ -10,6 +10,7 @@ import torch
 import transformers
 from peft import PeftModel
 
+from otb.exact_norms import trainable
 from otb.laboratory.estimators import Prompt, rollout_advantages, rollout_gradients
 from otb.laboratory.moments import moments, partitions
 from otb.laboratory.oracle import oracle
@@ -32,8 +33,7 @@ def start(load: Callable, sketch: int, temperature: float) -> None:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()  # of loading the policy; the laboratory has its own
     model = load()
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    _policy.update(model=model, sketch=Sketch(trainable, sketch), temperature=temperature)
+    _policy.update(model=model, sketch=Sketch(trainable(model), sketch), temperature=temperature)
 
 
 def whole_file(write: Callable, file: Path) -> None:
