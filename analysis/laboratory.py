@@ -16,6 +16,7 @@ from otb.records import RunError
 
 RATIOS = ("relative_noise", "over_probe")
 MEASURED = [f"{name}{end}" for name in (*RATIOS, "direction_bias") for end in ("", "_low", "_high")]
+NOISE = "noise / noise of rloo"
 SHOWN = (4, 32)  # group sizes, where they were measured
 SHARES = np.linspace(0, 1, 201)[1:]
 
@@ -48,6 +49,7 @@ def noise(results: pd.DataFrame):
             ax.plot(row.relative_noise, place, marker(row.Index), color=colour(row.Index), ms=4)
         name_estimators(ax, size, order)
     axes[0, 0].figure.suptitle(subtitle(results), fontsize=7)
+    axes[0, 0].figure.supxlabel(NOISE, fontsize=8)  # once: five panels have no room for five
     keep_numbers(axes[0], results)
     return axes[0]
 
@@ -55,7 +57,7 @@ def noise(results: pd.DataFrame):
 def name_estimators(ax, size: int, order: pd.Index) -> None:
     """A row per estimator, and where rloo stands."""
     ax.axvline(1, color="0.6", lw=0.6, zorder=0)
-    ax.set(title=f"N = {size}", xlabel="noise / noise of rloo", yticks=range(len(order)), yticklabels=order)
+    ax.set(title=f"N = {size}", yticks=range(len(order)), yticklabels=order)
     ax.set_xlim(left=0)
 
 
@@ -70,10 +72,11 @@ def bias_and_noise(results: pd.DataFrame):
             style = {"color": colour(row.estimator), "marker": marker(row.estimator), "label": row.estimator}
             ax.errorbar(row.relative_noise, row.direction_bias, yerr=np.abs(y), ms=4, lw=0.7, ls="", **style)
         ax.axhline(0, color="0.6", lw=0.6, zorder=0)
-        ax.set(title=f"N = {size}", xlabel="noise / noise of rloo")
+        ax.set(title=f"N = {size}")
     axes[0, 0].set_ylabel("direction bias $1 - \\cos^2$")
     axes[0, -1].legend(fontsize=4.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes[0, 0].figure.suptitle(subtitle(results), fontsize=7)
+    axes[0, 0].figure.supxlabel(NOISE, fontsize=8)  # once: five panels have no room for five
     keep_numbers(axes[0], results)
     return axes[0]
 
@@ -123,6 +126,8 @@ def side_by_side(measurements: dict[str, pd.DataFrame], sizes: tuple[int, ...]):
             label = f"{name}, {int(results.prompts.iloc[0])} prompts"
             ax.plot(part.relative_noise, y, "o", color=f"C{place}", ms=2.5, label=label)
         name_estimators(ax, size, order)
+    for ax in axes[0]:
+        ax.set_xlabel(NOISE)
     axes[0, 0].figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=6)
     keep_numbers(axes[0], table)
     return axes[0]

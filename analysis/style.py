@@ -21,6 +21,7 @@ COLUMN, PAGE = 3.3, 6.8  # inches: one column of a two-column paper, and its ful
 COLOURS = {
     "otb": "#D55E00",
     "otb tail=carry": "#E69F00",
+    "otb_carry": "#E69F00",  # the same estimator by the name of its yaml
     "group_mean": "#000000",
     "grpo": "#0072B2",
     "rloo": "#009E73",
