@@ -1,13 +1,13 @@
 """Arms in tables and figures: how they are called, and what a table must hold before it is drawn.
 
-Runs of two settings (analysis/marks.py) never stand in one figure: `one_setting` refuses. Called by every figure.
+Runs of two settings (analysis/runs/marks.py) never stand in one figure: `one_setting` refuses. Called by every figure.
 """
 
 from __future__ import annotations
 
 import pandas as pd
 
-from otb.records import RunError
+from otb.errors import RunError
 
 LABELS = {
     "none": "no baseline",
@@ -41,7 +41,7 @@ def one_setting(table: pd.DataFrame) -> pd.DataFrame:
     if len(found) > 1:
         raise RunError(
             f"The table mixes {len(found)} settings ({', '.join(found)}), which must not be averaged. Select one: "
-            "table[table.setting == ...]; analysis.marks.setting_differences(runs) shows in which keys they differ."
+            "table[table.setting == ...]; marks.setting_differences(runs) shows in which keys they differ."
         )
     return table
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from analysis.arms import one_setting, require, seeds_text
 from analysis.intervals import curve_interval
 from analysis.style import arms, colour, dash
-from otb.records import EVALUATION_METRICS, METRICS, RunError
+from otb.errors import RunError
+from otb.records import EVALUATION_METRICS, METRICS
 
 
 def curve(run: pd.DataFrame, y: str, x: str) -> tuple[NDArray, NDArray]:

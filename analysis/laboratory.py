@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.style import PAGE, colour, figure, keep_numbers, marker, save
-from otb.records import RunError
+from otb.errors import RunError
 
 RATIOS = ("relative_noise", "over_probe")
 MEASURED = [f"{name}{end}" for name in (*RATIOS, "direction_bias") for end in ("", "_low", "_high")]

@@ -17,7 +17,7 @@ from scipy import stats
 
 from analysis.arms import one_setting, require
 from analysis.intervals import Interval, iqm, two_arms
-from otb.records import RunError
+from otb.errors import RunError
 
 
 class Consumption(NamedTuple):

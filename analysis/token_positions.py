@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import to_rgba
 
-from analysis.samples import energy, own_tokens
+from analysis.runs.samples import energy, own_tokens
 from analysis.style import COLUMN, PAGE, SPARE, keep_numbers, plt
-from otb.records import RunError
+from otb.errors import RunError
 
 SHOWN = 6  # rollouts of a group with their text; more do not fit under one picture
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", *SPARE)
@@ -32,7 +32,7 @@ def group_numbers(group: pd.DataFrame) -> pd.DataFrame:
 def token_positions(group: pd.DataFrame, scaled: bool = False):
     """Realized energy, baseline and advantage over own-token position for one prompt group, its text below.
 
-    group: `analysis.samples.read_group`. scaled: the advantages were divided by a spread (grpo), so that reward minus
+    group: `samples.read_group`. scaled: the advantages were divided by a spread (grpo), so that reward minus
     advantage is no baseline and is not drawn. -> axes of the three curves, then of the texts.
     """
     numbers = group_numbers(group)

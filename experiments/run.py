@@ -20,10 +20,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import settings
-from experiments.sweep import JobFile, sweep_arguments
-from otb.records import RunDirectory, RunError, timestamp, unwritable, write_atomically
-from otb.run_lock import RunLock
-from otb.warning_signal import EXIT_CODE, Interrupted, listen
+from experiments.run_lock import RunLock
+from experiments.sweeps.jobs import JobFile, sweep_arguments
+from experiments.warning_signal import EXIT_CODE, Interrupted, listen
+from otb.errors import RunError, unwritable
+from otb.records import RunDirectory, timestamp, write_atomically
 
 REFUSED, INTERRUPTED = 2, 130  # exit codes; 1 is a crash
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)

@@ -30,8 +30,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from otb import baselines
+from otb.errors import RunError
 from otb.options import NEUTRAL_SAMPLING, refuse_options
-from otb.records import RunError
 from otb.sandbox import Sandbox, SandboxFailure
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -258,7 +258,7 @@ def _check_model(cfg: DictConfig) -> None:
     known = known_models()
     if name not in known and near_miss(name, known) and not Path(name).is_dir() and "/" not in name:
         raise RunError(f"model.name={name} is no folder and no hub id (OWNER/NAME).{near_miss(name, known)}")
-    recipe = dataclass_fields("otb.warm_start", "WarmStart")
+    recipe = dataclass_fields("otb.policies.warm_start", "WarmStart")
     for key in cfg.model.get("warm_start") or {}:
         if key not in recipe:
             known = ", ".join(sorted(recipe))

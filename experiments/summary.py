@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments.sweep import load_jobs
+from experiments.sweeps.jobs import load_jobs
 from otb.records import RunDirectory, read_rows
 
 

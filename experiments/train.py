@@ -25,7 +25,10 @@ from transformers.trainer_utils import set_seed
 from experiments import settings
 from experiments.environment import describe
 from experiments.progress import Progress
-from otb.models import (
+from experiments.run_lock import RunLock
+from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
+from otb.errors import RunError
+from otb.policies.models import (
     check_lora_targets,
     check_prompt_lengths,
     describe_policy,
@@ -33,9 +36,7 @@ from otb.models import (
     model_facts,
     policy_folder,
 )
-from otb.records import RunDirectory, RunError, write_atomically
-from otb.run_lock import RunLock
-from otb.run_trainer import RESUME_FILES, RunTrainer, Schedule
+from otb.records import RunDirectory, write_atomically
 from otb.sandbox import Sandbox
 from otb.tool_calls import check_tool_template
 from otb.trainer import OTBConfig

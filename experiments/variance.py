@@ -24,8 +24,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import settings
-from otb.records import RunError, write_atomically
-from otb.run_lock import RunLock
+from experiments.run_lock import RunLock
+from otb.errors import RunError
+from otb.records import write_atomically
 
 REFUSED, INTERRUPTED = 2, 130  # exit codes; 1 is a crash
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
@@ -52,7 +53,7 @@ def measure(cfg: DictConfig, names: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock(folder), settings.opened_sandbox(cfg) as sandbox:
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        from experiments.variance_lab import laboratory  # torch, transformers and trl: seconds, so only now
+        from experiments.laboratory import laboratory  # torch, transformers and trl: seconds, so only now
 
         laboratory(cfg, names, folder, sandbox)
     print(f"{folder}: {time.monotonic() - started:.0f} s")

@@ -58,7 +58,7 @@ class LocalLauncher(Launcher):
         self.hydra_context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from experiments.local_sweep import launch
+        from experiments.sweeps.local import launch
 
         with refusals_shown():
             options = self.parallel, self.max_restarts, self.wait
@@ -80,7 +80,7 @@ class SlurmLauncher(PluginLauncher):
 @contextmanager
 def refusals_shown():
     """Hydra would show a traceback of its own inside."""
-    from otb.records import RunError
+    from otb.errors import RunError
 
     try:
         yield

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from otb.policies.warm_start import WarmStart, warm_start
 from otb.score_norms import log_sum_squared_probs
 from otb.tasks.arithmetic import Arithmetic
-from otb.warm_start import WarmStart, warm_start
 
 GROUP_SIZE = 6
 FILE = Path(__file__).resolve().parent.parent / "tests" / "data" / "prompt_group.json"

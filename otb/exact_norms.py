@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from otb.records import RunError
+from otb.errors import RunError
 
 MOST_PARAMETERS = 50_000_000  # trainable
 NUMBERS_AT_ONCE = 32_000_000  # of the scores held together, 128 MB in float32

@@ -14,7 +14,7 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
-from otb.records import RunError
+from otb.errors import RunError
 
 
 def check_tool_template(tokenizer, name: str) -> None:

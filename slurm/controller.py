@@ -9,8 +9,8 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from experiments.run_state import Queued
-from experiments.sweep import load_job
+from experiments.sweeps.jobs import load_job
+from experiments.sweeps.state import Queued
 
 SECONDS_PER_COMMAND = 60
 PATIENCE_SECONDS = 600.0  # for a controller that is being restarted

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.sweep import INTERRUPTED, Job, load_job, may_restart, reason_in
+from experiments.sweeps.jobs import INTERRUPTED, Job, load_job, may_restart, reason_in
 from slurm.controller import end_time, job_facts, requeue
 
 SECONDS_PER_LOOK = 0.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from experiments.run_state import RunState, state_of
-from experiments.sweep import Job, reason_in
+from experiments.sweeps.jobs import Job, reason_in
+from experiments.sweeps.state import RunState, state_of
 from slurm.controller import queued_runs
 
 

@@ -17,9 +17,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from experiments.run_state import RunState, counts, state_table
-from experiments.sweep import Job, load_jobs
-from otb.records import RunError
+from experiments.sweeps.jobs import Job, load_jobs
+from experiments.sweeps.state import RunState, counts, state_table
+from otb.errors import RunError
 from slurm.look import log_files, look
 
 LOG_LINES = 20

@@ -19,12 +19,13 @@ from filelock import FileLock
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
-from experiments.run_state import RunState
-from experiments.snapshot import take_snapshot
-from experiments.sweep import Job, earlier_jobs, load_jobs, save_jobs
-from experiments.sweep_display import SweepDisplay
-from experiments.sweep_plan import folder_of, plan
-from otb.records import RunError, timestamp, write_atomically
+from experiments.sweeps.display import SweepDisplay
+from experiments.sweeps.jobs import Job, earlier_jobs, load_jobs, save_jobs
+from experiments.sweeps.plan import folder_of, plan
+from experiments.sweeps.snapshot import take_snapshot
+from experiments.sweeps.state import RunState
+from otb.errors import RunError
+from otb.records import timestamp, write_atomically
 from slurm.look import look
 
 OURS = ("wait", "max_restarts", "max_num_timeout", "container", "srun_args", "submitit_folder")  # not sbatch's

@@ -32,7 +32,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from otb.tiny_policy import build_tokenizer
+    from otb.policies.tiny_policy import build_tokenizer
 
     return build_tokenizer()
 
@@ -45,7 +45,7 @@ def untrained(tokenizer, tmp_path):
     """
     from transformers import AutoModelForCausalLM
 
-    from otb.tiny_policy import build_model
+    from otb.policies.tiny_policy import build_model
 
     model = build_model(tokenizer, seed=0)
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(0, len(tokenizer), 10)]
@@ -59,7 +59,7 @@ def policy(tokenizer, tmp_path_factory) -> Path:
 
     Every tenth token ends a response, as in `untrained`.
     """
-    from otb.tiny_policy import build_model
+    from otb.policies.tiny_policy import build_model
 
     folder = tmp_path_factory.mktemp("models") / "policy"
     model = build_model(tokenizer, seed=0)

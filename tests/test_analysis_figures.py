@@ -10,15 +10,15 @@ from analysis import style
 from analysis.cost import cost_table, time_and_memory
 from analysis.group_size import accuracy_by_group_size
 from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
-from analysis.load import load
-from analysis.samples import read_group, read_samples, sample_steps
+from analysis.noise import power_per_run, variance
+from analysis.runs.load import load
+from analysis.runs.samples import read_group, read_samples, sample_steps
 from analysis.stability import stability, stability_table
 from analysis.token_consumption import default_target
 from analysis.token_figure import token_consumption, tokens_by_arm
 from analysis.token_positions import energy_against_reward, group_numbers, token_positions
-from analysis.variance import power_per_run, variance
-from otb.records import RunError
-from tests.analysis_runs import group, write_run, write_sweep
+from otb.errors import RunError
+from tests.support.analysis_runs import group, write_run, write_sweep
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from analysis import laboratory
 from analysis.style import numbers, save
-from otb.records import RunError
+from otb.errors import RunError
 
 ROOT = Path(__file__).resolve().parent.parent
 NOISE = {"rloo": 1.0, "otb": 0.8, "energy_probe": 0.5, "sequence_energy_loo": 0.9}

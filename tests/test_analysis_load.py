@@ -1,4 +1,4 @@
-"""analysis.load: runs to tables, the cache, damaged files, and what must not be compared."""
+"""analysis.runs.load: runs to tables, the cache, damaged files, and what must not be compared."""
 
 import json
 import shutil
@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import yaml
 
-from analysis import load as load_module
 from analysis.arms import one_setting
-from analysis.load import load
-from analysis.marks import arm_name, setting_differences
-from otb.records import RunError
-from tests.analysis_runs import write_run, write_sweep
+from analysis.runs import load as load_module
+from analysis.runs.load import load
+from analysis.runs.marks import arm_name, setting_differences
+from otb.errors import RunError
+from tests.support.analysis_runs import write_run, write_sweep
 
 
 def stem(file):

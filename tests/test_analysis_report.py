@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from analysis import style
-from analysis.claims import NOT_SUPPORTED, SUPPORTED, UNDECIDED, Finding, decide, overall, rules, verdicts
-from analysis.comparisons import Claims
-from analysis.excerpt import excerpt, without_paths
 from analysis.intervals import Interval
-from analysis.load import load
-from analysis.report import main
-from tests.analysis_runs import REAL_RUNS, write_run, write_sweep
+from analysis.report.__main__ import main
+from analysis.report.claims import NOT_SUPPORTED, SUPPORTED, UNDECIDED, Finding, decide, overall, rules, verdicts
+from analysis.report.comparisons import Claims
+from analysis.runs.excerpt import excerpt, without_paths
+from analysis.runs.load import load
+from tests.support.analysis_runs import REAL_RUNS, write_run, write_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,7 +43,7 @@ def quick(monkeypatch):
         style.plt.close("all")
         return [path.with_suffix(".png")]
 
-    monkeypatch.setattr("analysis.report_parts.save", save)
+    monkeypatch.setattr("analysis.report.parts.save", save)
 
 
 def findings(folder, target=0.8) -> dict[str, list[Finding]]:

@@ -10,14 +10,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORT = re.compile(r"(import|from) \w")  # at the top: inside a function or under TYPE_CHECKING it is indented
-ANALYSIS_MAY_IMPORT = {"otb.records"}
-LEAVES = ("score_norms", "exact_norms", "gradient_noise", "grading", "models", "records", "tiny_policy", "options")
-LEAVES += ("warning_signal",)
+ANALYSIS_MAY_IMPORT = {"otb.errors", "otb.records"}
 LEAF_MAY_IMPORT = {
-    "exact_norms": {"otb.records"},
-    "grading": {"otb.grader_process"},
-    "models": {"otb.records", "otb.tiny_policy", "otb.warm_start", "otb.tasks.arithmetic"},
+    "errors": set(),
+    "records": {"otb.errors"},
     "options": {"otb"},
+    "score_norms": set(),
+    "exact_norms": {"otb.errors"},
+    "gradient_noise": set(),
+    "tasks.grading": {"otb.tasks.grader_process"},
+    "policies.tiny_policy": set(),
+    "policies.models": {
+        "otb.errors",
+        "otb.policies.tiny_policy",
+        "otb.policies.warm_start",
+        "otb.tasks.arithmetic",
+    },
 }
 
 
@@ -45,20 +53,29 @@ def test_baselines_import_neither_torch_nor_trl_nor_each_other():
 
 
 def test_analysis_imports_only_the_records_and_itself():
-    for path in (ROOT / "analysis").glob("*.py"):
+    for path in (ROOT / "analysis").rglob("*.py"):
         outside = {name for name in imports_of(path) if not name.startswith("analysis")}
         assert outside <= ANALYSIS_MAY_IMPORT, path.name
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("leaf", LEAF_MAY_IMPORT)
 def test_leaves_import_nothing_of_the_project_beyond_what_is_listed(leaf):
-    assert imports_of(ROOT / "otb" / f"{leaf}.py") <= LEAF_MAY_IMPORT.get(leaf, set())
+    assert imports_of(ROOT / "otb" / f"{leaf.replace('.', '/')}.py") <= LEAF_MAY_IMPORT[leaf]
 
 
 def test_laboratory_reads_the_mathematics_and_samples_by_the_trainer_alone():
     """Statistics, scores and the oracle need neither TRL nor a configuration; sampling.py alone goes through TRL."""
-    mathematics = {"otb", *(f"otb.{name}" for name in ("baselines", "advantages", "rollouts", "models"))}
-    mathematics |= {"otb.score_norms", "otb.exact_norms"}
+    names = (
+        "errors",
+        "baselines",
+        "advantages",
+        "rollouts",
+        "score_norms",
+        "exact_norms",
+        "policies",
+        "policies.models",
+    )
+    mathematics = {"otb", *(f"otb.{name}" for name in names)}
     sampling = {"otb.trainer", "otb.tool_rollouts", "otb.baselines.none"}
     for path in (ROOT / "otb" / "laboratory").glob("*.py"):
         outside = {name for name in imports_of(path) if not name.startswith("otb.laboratory")}
@@ -73,25 +90,36 @@ def test_only_the_trainers_touch_the_inside_of_trl():
 
 def test_slurm_builds_on_the_light_half_of_the_experiments():
     """Whatever imports torch stays out of the submitting side and of the process that watches over a job."""
-    light = {"local_sweep", "run_state", "snapshot", "summary", "sweep", "sweep_display", "sweep_plan"}
-    allowed = {"otb.records", "otb.run_lock", "otb.warning_signal", *(f"experiments.{name}" for name in light)}
+    named = ("experiments.summary", "experiments.run_lock", "experiments.warning_signal", "otb.errors", "otb.records")
     for path in (ROOT / "slurm").glob("*.py"):
-        outside = {name for name in imports_of(path) if not name.startswith("slurm")}
-        assert outside <= allowed, path.name
-    for name in light - {"summary"}:
-        assert not {"experiments.train", "experiments.run"} & imports_of(ROOT / "experiments" / f"{name}.py"), name
+        for name in imports_of(path):
+            assert name in named or name.startswith(("slurm", "experiments.sweeps")), f"{path.name} imports {name}"
+    for path in (ROOT / "experiments" / "sweeps").glob("*.py"):
+        assert not {"experiments.train", "experiments.run"} & imports_of(path), path.name
 
 
-LIGHT = ["otb", "otb.records", "otb.run_lock", "otb.options", "otb.warning_signal", "otb.baselines.otb"]
-LIGHT += ["otb.baselines.energy_probe", "otb.baselines.trajectory_cv"]
-LIGHT += [
-    "experiments.settings",
+LIGHT = [
+    "otb",
+    "otb.errors",
+    "otb.options",
+    "otb.records",
+    "otb.baselines.otb",
+    "otb.baselines.energy_probe",
+    "otb.baselines.trajectory_cv",
     "experiments.run",
+    "experiments.run_lock",
+    "experiments.settings",
+    "experiments.sweeps.local",
+    "experiments.sweeps.plan",
     "experiments.variance",
-    "experiments.local_sweep",
-    "experiments.sweep_plan",
+    "experiments.warning_signal",
+    "hydra_plugins.otb_launchers",
+    "slurm",
+    "slurm.job",
+    "slurm.rank",
+    "slurm.status",
+    "slurm.submit",
 ]
-LIGHT += ["slurm", "slurm.submit", "slurm.status", "slurm.job", "slurm.rank", "hydra_plugins.otb_launchers"]
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -9,8 +9,8 @@ from statistics import mean, pstdev
 import pytest
 import yaml
 
+from otb.policies.tiny_policy import build_tokenizer
 from otb.tasks.arithmetic import Arithmetic, boxed_integer, running_totals
-from otb.tiny_policy import build_tokenizer
 
 
 def says(*contents) -> list[dict]:

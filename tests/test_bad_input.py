@@ -12,7 +12,7 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from tests import commands
+from tests.support import commands
 
 REFUSED = 2
 CHOICES = "is not one of the choices"

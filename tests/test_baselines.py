@@ -27,7 +27,7 @@ from otb.baselines.value import Value
 from otb.metrics import advantage_metrics, energy_metrics
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
-from tests.groups import learned, random_groups, seen_by, taken
+from tests.support.groups import learned, random_groups, seen_by, taken
 
 NAN = float("nan")
 PER_TOKEN = ("score_norms", "prefix_norms")

@@ -11,7 +11,7 @@ import torch
 
 from otb.baselines.energy_probe import EnergyProbe
 from otb.rollouts import RolloutGroups
-from tests.groups import seen_by
+from tests.support.groups import seen_by
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,7 +31,7 @@ def naive_otb(rows):
 def run_ranks(what, tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "policy")  # beside the weights that the fixture wrote
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.distributed_worker", what, str(tmp_path / "policy"), str(tmp_path)]
+    command += ["-m", "tests.support.distributed_worker", what, str(tmp_path / "policy"), str(tmp_path)]
     environment = os.environ | {"OTB_TEST_OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -23,7 +23,7 @@ from otb.baselines.sequence_energy_loo import sequence_energy_loo
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
 from otb.rollouts import RolloutGroups, TokenStates
-from tests.groups import learned, random_groups, seen_by, token_states
+from tests.support.groups import learned, random_groups, seen_by, token_states
 
 PROBES = {
     "energy_probe": EnergyProbe,

@@ -9,7 +9,7 @@ from otb.baselines.ob_exact import ob_exact
 from otb.baselines.otb_exact import otb_exact
 from otb.baselines.value import Value
 from otb.score_norms import log_sum_squared_probs
-from tests.trainers import recorded
+from tests.support.trainers import recorded
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from otb.baselines.grpo import grpo
 from otb.baselines.otb import otb
 from otb.baselines.otb_exact import otb_exact
 from otb.gradient_noise import BackwardNorms, noise_and_signal, whole_groups
-from tests.trainers import byte_reward, config, dataset, group_gradients
+from tests.support.trainers import byte_reward, config, dataset, group_gradients
 
 
 def test_noise_and_signal_are_unbiased():

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from otb import grading
-from otb.grader_process import CPU_SECONDS, GraderPool, GraderProcess
-from otb.grading import Outcome, extract_answer, grade, grade_batch, normalised, number
+from otb.tasks import grading
+from otb.tasks.grader_process import CPU_SECONDS, GraderPool, GraderProcess
+from otb.tasks.grading import Outcome, extract_answer, grade, grade_batch, normalised, number
 
 ROOT = Path(__file__).parents[1]
 
@@ -227,7 +227,7 @@ def test_grading_works_in_threads_and_in_a_forked_process():
     assert found == dict.fromkeys(range(1, 7), Outcome.CORRECT)
 
     code = (
-        "import os; from otb.grading import grade; assert grade(r'\\boxed{\\sqrt{9}}', '3').reward == 1\n"
+        "import os; from otb.tasks.grading import grade; assert grade(r'\\boxed{\\sqrt{9}}', '3').reward == 1\n"
         "pid = os.fork()\n"
         "reward = grade(r'\\boxed{\\sqrt{16}}', '4' if pid else '5').reward\n"
         "assert reward == (1 if pid else 0), reward\n"
@@ -252,7 +252,7 @@ def test_a_grader_process_that_dies_is_an_error_and_is_replaced():
 
 def test_a_grader_process_ends_with_its_parent_even_amid_an_endless_comparison():
     code = (
-        "import os, threading, time; from otb.grader_process import GraderProcess; g = GraderProcess()\n"
+        "import os, threading, time; from otb.tasks.grader_process import GraderProcess; g = GraderProcess()\n"
         "threading.Thread(target=g.judge, args=('9^{9^{9^9}}', '2'), daemon=True).start(); time.sleep(0.2)\n"
         "print(g.child.pid, flush=True); os.kill(os.getpid(), 9)"
     )
@@ -267,7 +267,7 @@ def test_a_grader_process_ends_with_its_parent_even_amid_an_endless_comparison()
 
 
 def test_grading_imports_no_torch():
-    code = "import sys, otb.grading, otb.tasks.maths; sys.exit('torch' in sys.modules or 'sympy' in sys.modules)"
+    code = "import sys, otb.tasks.grading, otb.tasks.maths; sys.exit('torch' in sys.modules or 'sympy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 

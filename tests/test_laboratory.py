@@ -29,7 +29,7 @@ from otb.laboratory.scores import Measured, Rollout
 from otb.laboratory.workers import energies, judge_prompt
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from otb.tasks.arithmetic import Arithmetic
-from tests.toy_policy import LONGEST, RESPONSES, ToyPolicy
+from tests.support.toy_policy import LONGEST, RESPONSES, ToyPolicy
 
 POLICY = ToyPolicy()
 PROBE = EnergyProbe(pseudo_rollouts=1.0)

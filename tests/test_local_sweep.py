@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.local_sweep import visible_gpus
+from experiments.sweeps.local import visible_gpus
 from otb.records import RunDirectory
-from tests.commands import ROOT, arguments, rows, run_command_line, wait_for
-from tests.slurm_cluster import job_files
+from tests.support.commands import ROOT, arguments, rows, run_command_line, wait_for
+from tests.support.slurm_cluster import job_files
 from tests.test_resume import without_times
 
 

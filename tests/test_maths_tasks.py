@@ -251,7 +251,7 @@ def broken(folder: Path, case: str) -> Maths:
         ("two evaluations", ["one of them", "task.eval_split=null"]),
         (
             "hub id not cached",
-            ["otb.prefetch --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
+            ["experiments.prefetch --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
         ),
     ],
 )
@@ -378,7 +378,7 @@ def hub(monkeypatch):
 
 
 def test_prefetch_downloads_data_set_and_model(hub, capsys):
-    from otb.prefetch import main
+    from experiments.prefetch import main
 
     assert main(["--dataset", "openai/gsm8k", "--config", "main", "--model", "a/b", "--model-revision", "v1"]) == 0
     assert hub == [("dataset", "openai/gsm8k", "main", None), ("model", "a/b", "v1")]
@@ -388,7 +388,7 @@ def test_prefetch_downloads_data_set_and_model(hub, capsys):
 
 
 def test_prefetch_reports_what_it_could_not_fetch_and_goes_on(hub, capsys):
-    from otb.prefetch import main
+    from experiments.prefetch import main
 
     assert main(["--model", "absent/model", "--dataset", "openai/gsm8k"]) == 1
     assert [kind for kind, *_ in hub] == ["dataset"]
@@ -398,7 +398,7 @@ def test_prefetch_reports_what_it_could_not_fetch_and_goes_on(hub, capsys):
 
 
 def test_prefetch_is_refused_offline(hub, monkeypatch, capsys):
-    from otb.prefetch import main
+    from experiments.prefetch import main
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["--model", "a/b"]) == 1
@@ -414,7 +414,7 @@ def test_prefetch_is_refused_offline(hub, monkeypatch, capsys):
     ],
 )
 def test_prefetch_refuses_arguments_that_do_not_fit(arguments, fix, capsys):
-    from otb.prefetch import main
+    from experiments.prefetch import main
 
     with pytest.raises(SystemExit) as refused:
         main(arguments)

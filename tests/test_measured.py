@@ -16,7 +16,7 @@ from otb.baselines.otb_exact import otb_exact
 from otb.baselines.value import Value
 from otb.exact_norms import prefix_norms, sequence_norms
 from otb.trainer import BASELINE_STATE, prompts_with_responses, response_mask
-from tests.trainers import byte_reward, config, dataset, recorded
+from tests.support.trainers import byte_reward, config, dataset, recorded
 
 
 @declare(needs={"hidden_states", "score_norms", "sequence_norms", "prefix_norms"})

@@ -3,7 +3,7 @@
 from collections import Counter
 from itertools import islice
 
-from otb.run_trainer import PromptSampler
+from experiments.run_trainer import PromptSampler
 
 
 def sampler(**changed):

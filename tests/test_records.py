@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from otb.records import EVALUATION_METRICS, METRICS, RunDirectory, RunError, metric_table, read_rows, write_atomically
-from tests.commands import ROOT
+from otb.errors import RunError
+from otb.records import EVALUATION_METRICS, METRICS, RunDirectory, metric_table, read_rows, write_atomically
+from tests.support.commands import ROOT
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_metrics_are_defined_with_a_unit_and_a_sentence():
 
 
 def test_records_import_no_torch():
-    code = "import sys, otb.records, otb.run_lock; sys.exit('torch' in sys.modules)"
+    code = "import sys, otb.records, experiments.run_lock; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from otb.records import TIME_AND_MEMORY, RunDirectory
-from tests import commands
-from tests.commands import ROOT, arguments, rows, the_run, wait_for
+from tests.support import commands
+from tests.support.commands import ROOT, arguments, rows, the_run, wait_for
 
 KILLS = 20
 COMPARED = {"model.safetensors", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "baseline.pt"}

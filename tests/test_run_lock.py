@@ -8,9 +8,9 @@ import time
 import psutil
 import pytest
 
-from otb import run_lock
-from otb.records import RunError
-from otb.run_lock import STALE_SECONDS, RunLock, machine, read_lock
+from experiments import run_lock
+from experiments.run_lock import STALE_SECONDS, RunLock, machine, read_lock
+from otb.errors import RunError
 
 
 def lock_of(folder, **facts):

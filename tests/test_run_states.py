@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from otb.records import METRICS, RunDirectory
-from tests import commands
-from tests.commands import arguments, rows, the_run, wait_for
+from tests.support import commands
+from tests.support.commands import arguments, rows, the_run, wait_for
 from tests.test_resume import assert_same_run, without_times
 
 REFUSED = 2

@@ -21,7 +21,7 @@ from otb.sandbox import bubblewrap as backend
 from otb.sandbox.bubblewrap import Bubblewrap
 from otb.sandbox.remote import Http, read_answer
 from otb.sandbox.unsafe import UnsafeSubprocess
-from tests.sandbox_helpers import REPOSITORY, descendants, needs_bubblewrap, open_descriptors
+from tests.support.sandbox_helpers import REPOSITORY, descendants, needs_bubblewrap, open_descriptors
 
 ENDINGS = {  # status: (program, stdout)
     "ok": ("print(1 + 1)", "2\n"),

@@ -9,7 +9,7 @@ import pytest
 
 from otb.sandbox import Limits
 from otb.sandbox.bubblewrap import Bubblewrap
-from tests.sandbox_helpers import LIMITS, OrdinaryUser, descendants, needs_bubblewrap, open_descriptors
+from tests.support.sandbox_helpers import LIMITS, OrdinaryUser, descendants, needs_bubblewrap, open_descriptors
 
 pytestmark = needs_bubblewrap
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from otb.sandbox import Limits
 from otb.sandbox.bubblewrap import Bubblewrap
-from tests.sandbox_helpers import descendants, needs_bubblewrap, open_descriptors
+from tests.support.sandbox_helpers import descendants, needs_bubblewrap, open_descriptors
 
 CALLS = int(os.environ.get("OTB_SOAK_CALLS", 500))
 LIMITS = Limits(wall_seconds=0.4, cpu_seconds=0.4, memory_bytes=320 << 20)

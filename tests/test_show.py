@@ -7,7 +7,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from otb import show
+from analysis.runs import show
 from otb.records import RunDirectory
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from experiments.snapshot import code_files
+from experiments.sweeps.snapshot import code_files
 from otb.records import RunDirectory
-from tests import commands
-from tests.commands import ROOT, arguments, rows, wait_for
-from tests.slurm_cluster import Cluster, job_files
+from tests.support import commands
+from tests.support.commands import ROOT, arguments, rows, wait_for
+from tests.support.slurm_cluster import Cluster, job_files
 from tests.test_resume import without_times
 
 CPUS = 4  # more than there may be: the runs mostly sleep
@@ -123,7 +123,7 @@ def send_and_edit(cluster: Cluster, policy: Path, runs_dir: Path) -> str:
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, project / name)
     command = [sys.executable, str(project / "experiments" / "run.py"), "-m", "hydra/launcher=slurm_cpu", "steps=1"]
-    command += ["task._target_=tests.parity_task.Parity", "task.eval_prompts=4", "wait=false", "sweep=held"]
+    command += ["task._target_=tests.support.parity_task.Parity", "task.eval_prompts=4", "wait=false", "sweep=held"]
     command += [f"model.name={policy}", f"runs_dir={runs_dir}", "task.max_completion_length=6"]
     command += ["+hydra.launcher.additional_parameters.hold=true"]
     sent = cluster.command(*command, PYTHONPATH=str(project))

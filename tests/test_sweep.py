@@ -13,13 +13,13 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from experiments.run_state import Queued, state_of
+from experiments.run_lock import machine
 from experiments.settings import EXEMPT
-from experiments.snapshot import take_snapshot
-from experiments.sweep import Job, load_jobs, may_restart, reason_in, sweep_arguments
-from experiments.sweep_plan import Composer
-from otb.records import RunError
-from otb.run_lock import machine
+from experiments.sweeps.jobs import Job, load_jobs, may_restart, reason_in, sweep_arguments
+from experiments.sweeps.plan import Composer
+from experiments.sweeps.snapshot import take_snapshot
+from experiments.sweeps.state import Queued, state_of
+from otb.errors import RunError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -162,7 +162,7 @@ def test_a_folder_that_is_no_sweep_is_refused(tmp_path):
 def test_a_snapshot_is_the_code_with_its_commit_and_is_taken_once(tmp_path):
     first = take_snapshot(tmp_path)
     assert take_snapshot(tmp_path) == first and list(tmp_path.iterdir()) == [first]
-    for name in ("experiments/run.py", "conf/config.yaml", "otb/trainer.py", "tests/parity_task.py"):
+    for name in ("experiments/run.py", "conf/config.yaml", "otb/trainer.py", "tests/support/parity_task.py"):
         assert (first / name).read_bytes() == (ROOT / name).read_bytes()
     code = "from experiments import environment as e; print(e.ROOT, e.commit(), len(e.working_tree_diff()))"
     variables = os.environ | {"PYTHONPATH": str(first)}

@@ -22,15 +22,15 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
+from otb.policies.tiny_policy import END, PAD, TOOL_TAGS, build_model, build_tokenizer
+from otb.policies.warm_start import WarmStart, default_cache_dir, encode, recipe_key, warm_start
 from otb.tasks.arithmetic import Arithmetic
-from otb.tiny_policy import END, PAD, TOOL_TAGS, build_model, build_tokenizer
-from otb.warm_start import WarmStart, default_cache_dir, encode, recipe_key, warm_start
 
 FEW_STEPS = WarmStart(steps=3, careful_steps=2, batch=4)
 BUILD = """
 import sys
 from otb.tasks.arithmetic import Arithmetic
-from otb.warm_start import WarmStart, warm_start
+from otb.policies.warm_start import WarmStart, warm_start
 steps, cache = int(sys.argv[1]), sys.argv[2]
 recipe = WarmStart(steps=steps, careful_steps=2, batch=4)
 print(warm_start(Arithmetic(), recipe, cache, progress=lambda *step: print("step", *step, flush=True)))

@@ -12,7 +12,9 @@ import pytest
 import torch
 import trl
 
-from otb.records import METRICS, RunError
+from otb.errors import RunError
+from otb.policies.warm_start import WarmStart, warm_start
+from otb.records import METRICS
 from otb.rollouts import OwnTokens
 from otb.sandbox import Limits, Result, SandboxFailure
 from otb.sandbox.bubblewrap import Bubblewrap
@@ -20,11 +22,10 @@ from otb.tasks.arithmetic_tools import ArithmeticTools
 from otb.tasks.python_tool import MALFORMED
 from otb.tool_calls import check_tool_template
 from otb.tool_rollouts import CALLS_PER_TURN, SHORTENED
-from otb.warm_start import WarmStart, warm_start
-from tests import commands
-from tests.sandbox_helpers import needs_bubblewrap
+from tests.support import commands
+from tests.support.sandbox_helpers import needs_bubblewrap
+from tests.support.tool_trainers import END, FakeSandbox, answer, call, scripted
 from tests.test_resume import assert_same_run
-from tests.tool_trainers import END, FakeSandbox, answer, call, scripted
 
 REPLY = f"\n<|im_start|>user\n<tool_response>%s</tool_response>{END}\n<|im_start|>assistant\n"
 

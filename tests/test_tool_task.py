@@ -20,7 +20,7 @@ from otb.tasks.arithmetic_tools import ArithmeticTools
 from otb.tasks.maths import Maths
 from otb.tasks.python_tool import MALFORMED, NO_OUTPUT, PythonTool, ToolUse
 from otb.tool_calls import every_call_readable, read_codes
-from tests.tool_trainers import FakeSandbox
+from tests.support.tool_trainers import FakeSandbox
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -16,7 +16,7 @@ from otb.baselines.none import none
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.trainer import isolated_random_state
-from tests.trainers import PROMPTS, byte_reward, config, dataset, recorded
+from tests.support.trainers import PROMPTS, byte_reward, config, dataset, recorded
 
 
 def nan_for_some(completions, **columns):

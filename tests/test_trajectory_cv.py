@@ -10,8 +10,8 @@ import torch
 from otb import OTBTrainer
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.score_norms import logit_gradient_proxy
-from tests.groups import learned, random_groups, seen_by, token_states
-from tests.trainers import byte_reward, config, dataset
+from tests.support.groups import learned, random_groups, seen_by, token_states
+from tests.support.trainers import byte_reward, config, dataset
 
 
 def values(baseline, states):

@@ -28,7 +28,7 @@ from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
 from otb.rollouts import RolloutGroups
 from otb.score_norms import logit_gradient_proxy
-from tests.toy_policy import PREFIXES, RESPONSES, ToyPolicy
+from tests.support.toy_policy import PREFIXES, RESPONSES, ToyPolicy
 
 ROOT = Path(__file__).resolve().parent.parent
 POLICY = ToyPolicy()

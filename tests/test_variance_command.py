@@ -10,11 +10,11 @@ import pytest
 
 from otb.laboratory.scores import Measured
 from otb.records import RunDirectory
-from tests import commands
-from tests.commands import ROOT
+from tests.support import commands
+from tests.support.commands import ROOT
 
 SMALL = {
-    "task._target_": "tests.parity_task.Parity",
+    "task._target_": "tests.support.parity_task.Parity",
     "task.train_prompts": 10,
     "task.eval_prompts": 4,
     "task.max_completion_length": 6,

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
+from experiments.warning_signal import EXIT_CODE
 from otb.records import RunDirectory
-from otb.warning_signal import EXIT_CODE
-from tests import commands
-from tests.commands import arguments, rows, the_run, wait_for
+from tests.support import commands
+from tests.support.commands import arguments, rows, the_run, wait_for
 from tests.test_resume import without_times
 
 

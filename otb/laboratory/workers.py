@@ -15,7 +15,7 @@ from otb.laboratory.estimators import Prompt, rollout_advantages, rollout_gradie
 from otb.laboratory.moments import moments, partitions
 from otb.laboratory.oracle import oracle
 from otb.laboratory.scores import Measured, Rollout, Sketch, measure
-from otb.models import load_model
+from otb.policies.models import load_model
 
 _policy: dict = {}  # of this process
 

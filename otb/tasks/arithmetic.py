@@ -69,7 +69,7 @@ class Arithmetic:
         return [float(boxed_integer(c) == int(a)) for c, a in zip(completions, answer, strict=True)]
 
     def demonstrations(self, seed: int, n: int, noise: float = 1.0) -> list[list[dict]]:
-        """`n` demonstrations as chat messages (user, assistant), for otb/warm_start.py; a larger `n` only adds to them.
+        """`n` demonstrations as chat messages (user, assistant), for warm_start.py; a larger `n` only adds to them.
 
         noise scales the rate of slips: at 0 all are right, at 1 about two thirds.
         """

@@ -1,7 +1,7 @@
 """Maths problems with a checkable final answer: GSM8K, MATH, AIME, AMC, DAPO-Math and others in their row formats.
 
 One class, told by its arguments where question and answer stand; conf/task/*.yaml holds those arguments. Built by
-Hydra for experiments/; graded by otb.grading.
+Hydra for experiments/; graded by otb.tasks.grading.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from otb.grading import Grade, Outcome, extract_answer, grade_batch
+from otb.tasks.grading import Grade, Outcome, extract_answer, grade_batch
 from otb.tasks.python_tool import MIN_TURNS, PythonTool
 from otb.tasks.rows import Source, load_rows, provenance
 

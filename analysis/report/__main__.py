@@ -1,0 +1,70 @@
+"""python -m analysis.report runs/<sweep>: every table and figure of a folder of runs, as report.md and report.html.
+
+The claims C1-C5 with effects, intervals and verdicts; figures as PDF, PNG and CSV; one self-contained page that opens
+from disk. Several settings in one folder get a part each; what is left out is listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from otb.errors import RunError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m analysis.report", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, help="folder of run directories; plain TRL output folders count too")
+    parser.add_argument("--out", type=Path, help="where the report goes; default: report/ in the folder of runs")
+    parser.add_argument("--target", type=float, help="accuracy of the token comparison; default: from the runs")
+    parser.add_argument(
+        "--include",
+        default="",
+        help="marked runs to use all the same: unfinished,versions,lengths (comma-separated)",
+    )
+    parser.add_argument("--no-cache", action="store_true", help="read every run anew and keep no cache")
+    given = parser.parse_args(arguments)
+    try:
+        kinds = tuple(filter(None, given.include.split(",")))
+        page = make_report(given.runs, given.out, given.target, kinds, cache=not given.no_cache)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"report: {page}\n        {page.with_suffix('.md')}\nfigures: {page.parent / 'figures'}")
+    return 0
+
+
+def make_report(
+    folder: Path,
+    out: Path | None = None,
+    target: float | None = None,
+    include: tuple[str, ...] = (),
+    cache: bool = True,
+) -> Path:
+    """Writes report.html, report.md and figures/ into `out` -> the page. Raises RunError where nothing can be drawn."""
+    from analysis.report.page import write_pages
+    from analysis.report.parts import part_of
+    from analysis.runs.load import load
+
+    loaded = load(folder, include, cache)
+    for warning in loaded.warnings:
+        print(warning, file=sys.stderr)
+    out = folder / "report" if out is None else out
+    used = loaded.used
+    if used.empty and loaded.outside.empty:
+        raise RunError(
+            f"{folder} holds {len(loaded.runs)} runs and none of them is finished. Finish them by giving the same "
+            "command again, or add --include unfinished."
+        )
+    settings = sorted(set(used.setting.astype(str))) or [""]
+    parts = []
+    for setting in settings:
+        table = used[used.setting == setting]
+        figures = out / "figures" / (setting.replace("#", "-") if len(settings) > 1 else "")
+        parts.append(part_of(loaded, setting, table, target, figures))
+    return write_pages(loaded, parts, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

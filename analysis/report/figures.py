@@ -1,0 +1,133 @@
+"""The figures of a report, in order: name, what it shows, and how it is drawn from a setting's rows. Used by report.py.
+
+Each entry draws from a table alone; those of token positions read the samples of one run first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pandas as pd
+
+from analysis.arms import label
+from analysis.cost import time_and_memory
+from analysis.group_size import accuracy_by_group_size
+from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
+from analysis.noise import variance
+from analysis.runs.load import Runs
+from analysis.runs.samples import read_group, read_samples
+from analysis.stability import stability
+from analysis.token_figure import token_consumption
+from analysis.token_positions import energy_against_reward, token_positions
+from otb.errors import RunError
+
+
+class Figure(NamedTuple):
+    name: str  # of the files
+    caption: str
+    draw: Callable  # () -> axes
+
+
+def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iterator[Figure]:
+    """table: the rows of one setting of `loaded.used`. target: accuracy of the token figure; None leaves it out.
+
+    Curves come once per group size: eight arms at four sizes are 32 lines, which nobody reads.
+    """
+    sizes = sorted(table.group_size.dropna().unique())
+    for size in sizes:
+        yield from curve_figures(
+            table[table.group_size == size], int(size), loaded.outside if size == sizes[0] else None
+        )
+    if table.empty:
+        text = "Reward of plain TRL runs over steps: their arms are not known, so nothing is averaged."
+        yield Figure("reward_over_steps", text, lambda: learning_curves(loaded.outside, "reward_mean"))
+        return
+    text = "Held-out accuracy at the end (mean of the last two evaluations) against the group size"
+    yield Figure("accuracy_by_group_size", f"{text}.", lambda: accuracy_by_group_size(table))
+    of_arm = table.groupby("baseline", observed=True).group_size.nunique()
+    whole = of_arm.index[of_arm == len(sizes)]
+    if 0 < len(whole) < len(of_arm):
+        part, others = (
+            table[table.baseline.isin(whole)],
+            ", ".join(label(name) for name in of_arm.index.difference(whole)),
+        )
+        yield Figure(
+            "accuracy_by_group_size_whole_arms",
+            f"{text}, without the arms that lack a size: {others}.",
+            lambda: accuracy_by_group_size(part),
+        )
+    if target is not None:
+        yield Figure(
+            "token_consumption",
+            "Own tokens until a target accuracy (restricted mean; runs that never get there are censored, not dropped) "
+            "and the tokens that OTB saves against each rival of the same group size.",
+            lambda: token_consumption(table, target),
+        )
+    yield from sample_figures(loaded, table)
+    yield Figure("time_and_memory", "Time and memory per step.", lambda: time_and_memory(table))
+
+
+def curve_figures(table: pd.DataFrame, n: int, outside: pd.DataFrame | None) -> Iterator[Figure]:
+    """The curves of one group size. outside: plain TRL runs, which stand in the reward curves."""
+    text = f"N={n}. Thin lines: seeds; cross: diverged. Interquartile mean"
+    yield Figure(
+        f"gradient_norm_and_accuracy_n{n}",
+        f"Gradient norm before clipping and held-out accuracy (the form of the paper's Figure 1), {text}.",
+        lambda: gradient_norm_and_accuracy(table),
+    )
+    for x, over in (("step", "steps"), ("own_tokens_total", "own tokens")):
+        yield Figure(
+            f"accuracy_over_{over.replace(' ', '_')}_n{n}",
+            f"Held-out accuracy over {over}, {text}.",
+            lambda x=x: learning_curves(table, x=x),
+        )
+    yield Figure(
+        f"reward_over_steps_n{n}",
+        f"Training reward over steps, {text}.",
+        lambda: learning_curves(table, "reward_mean", outside=outside),
+    )
+    yield Figure(
+        f"variance_n{n}",
+        f"Variance per step, measured where runs did, and its proxies (analysis/noise.py), {text}.",
+        lambda: variance(table),
+    )
+    text = f"Seeds alive, gradient-norm surges, drawdown from the peak, N={n}."
+    yield Figure(f"stability_n{n}", text, lambda: stability(table))
+
+
+def sample_figures(loaded: Runs, table: pd.DataFrame) -> Iterator[Figure]:
+    """One prompt group of an OTB run token by token; energy against reward over the samples of all OTB runs."""
+    ours = table[table.baseline == "otb"]
+    runs = list(ours.run.astype(str).unique())
+    name = runs[0] if runs else "the OTB run, of which there is none"
+    yield Figure(
+        "token_positions",
+        f"What OTB does in one prompt group of {name}: realized energy, baseline and advantage over own tokens.",
+        lambda: token_positions(read_group(_directory(loaded, runs))),
+    )
+    yield Figure(
+        "energy_against_reward",
+        f"Energy of a rollout relative to its group by reward, over the last samples of {label('otb')}'s runs: OTB can "
+        "help where the two go together.",
+        lambda: energy_against_reward(all_samples(loaded, runs)),
+    )
+
+
+def _directory(loaded: Runs, runs: list[str]):
+    if not runs:
+        raise RunError("No finished run of OTB. Run: python experiments/run.py baseline=otb")
+    return loaded.directory(runs[0])
+
+
+def all_samples(loaded: Runs, runs) -> pd.DataFrame:
+    """The last samples of some runs, by name, with the column `run`; at most 200 runs."""
+    runs = list(runs)
+    _directory(loaded, runs)
+    parts = []
+    for run in runs[:200]:
+        try:
+            parts.append(read_samples(loaded.directory(run)).assign(run=run))
+        except RunError:  # a run without samples; where all lack them, the last line says so
+            continue
+    return pd.concat(parts) if parts else read_samples(loaded.directory(runs[0]))

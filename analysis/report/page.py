@@ -1,0 +1,150 @@
+"""Writes report.md and the self-contained report.html from the parts of a report. Template: page.html.jinja."""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+from pathlib import Path
+
+import jinja2
+import numpy as np
+import pandas as pd
+
+from analysis.report.parts import Drawn, Part
+from analysis.runs.load import Runs
+from analysis.runs.marks import setting_differences
+from analysis.runs.samples import own_tokens, read_group
+from otb.errors import RunError
+
+RUNS_WITH_SAMPLES = 100  # a page of every group of 1,000 runs would not open
+ROLLOUTS_SHOWN = 4
+RUN_COLUMNS = ["run", "arm", "group_size", "seed", "outcome", "last_step", "commit", "device", "left_out", "marks"]
+
+
+def write_pages(loaded: Runs, parts: list[Part], out: Path) -> Path:
+    """-> the path of report.html."""
+    out.mkdir(parents=True, exist_ok=True)
+    template = jinja2.Template(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf8"))
+    page = template.render(
+        title=f"Report on {loaded.folder.resolve().name}",
+        loaded=loaded,
+        parts=parts,
+        differences=setting_differences(loaded.runs) if len(parts) > 1 else {},
+        runs=[run_entry(loaded, row, place) for place, row in enumerate(loaded.runs.to_dict("records"))],
+        run_table=html_table(loaded.runs.reindex(columns=RUN_COLUMNS), link="run"),
+        table=html_table,
+        picture=picture,
+        relative=lambda path: os.path.relpath(path, out),
+    )
+    (out / "report.html").write_text(page, encoding="utf8")
+    (out / "report.md").write_text(markdown(loaded, parts, out), encoding="utf8")
+    return out / "report.html"
+
+
+def shown(value) -> str:
+    """A cell as text: three significant digits; nothing where nothing was measured."""
+    if value is None or (isinstance(value, float) and np.isnan(value)):
+        return ""
+    if isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer() and abs(value) >= 1):
+        return f"{value:,.0f}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
+    """A sortable table; data-sort keeps the full number. link: a column whose cells open that run."""
+    head = "".join(f"<th>{html.escape(str(name))}</th>" for name in rows.columns)
+    body = []
+    for row in rows.itertuples(index=False):
+        cells = []
+        for name, value in zip(rows.columns, row, strict=True):
+            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            sort = f' class="number" data-sort="{value}"' if number else ""
+            text = html.escape(shown(value))
+            if name == link:
+                text = f'<a href="#" data-open="{html.escape(str(value))}">{text}</a>'
+            if name == "verdict":
+                sort = f' class="{text.replace(" ", "-")}"'
+            cells.append(f"<td{sort}>{text}</td>")
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+
+
+def picture(drawn: Drawn) -> str:
+    """Inline SVG, or the PNG as a data URI where the SVG is too large."""
+    if drawn.svg:
+        return drawn.svg
+    png = next(file for file in drawn.files if file.suffix == ".png")
+    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}">'
+
+
+def run_entry(loaded: Runs, run: dict, place: int) -> dict:
+    """What the page shows of a run: its configuration and one prompt group of its last samples."""
+    skipped = {"error", "left_out", "marks", "damaged_lines"}
+    config = {key: value for key, value in run.items() if key not in skipped and not pd.isna(value)}
+    lines = "\n".join(f"{key}: {value}" for key, value in config.items())
+    entry = {"name": run["run"], "config": lines, "notes": [run[key] for key in ("left_out", "marks", "error")]}
+    entry["notes"] = [note for note in entry["notes"] if isinstance(note, str) and note]
+    if place >= RUNS_WITH_SAMPLES or run["kind"] != "otb":
+        return entry | {
+            "samples": "",
+            "no_samples": "not shown on this page; notebooks/03_inspect_run.ipynb shows them",
+        }
+    try:
+        return entry | {"samples": samples_html(read_group(loaded.directory(run["run"])))}
+    except (RunError, OSError, ValueError, KeyError, StopIteration) as error:
+        return entry | {"samples": "", "no_samples": str(error) or "damaged"}
+
+
+def samples_html(group: pd.DataFrame) -> str:
+    """A prompt group: own tokens on a background of their advantage, tool tokens grey."""
+    limit = max((np.abs(values).max() for values in group.advantages if len(values)), default=0) or 1
+    parts = [f"<p class=prompt>{html.escape(str(group.prompt_text.iloc[0]))}</p>"]
+    for _, rollout in group.head(ROLLOUTS_SHOWN).iterrows():
+        advantages, spans = iter(rollout.advantages), []
+        for token, own in zip(rollout.tokens, rollout.own, strict=True):
+            text = html.escape(token)
+            if not own:
+                spans.append(f"<i>{text}</i>")
+                continue
+            value = float(next(advantages))
+            tint = f"rgba({'230,159,0' if value > 0 else '86,180,233'},{abs(value) / limit:.2f})"
+            spans.append(f'<span style="background:{tint}" title="advantage {value:.3f}">{text}</span>')
+        own_count = len(own_tokens(rollout))
+        parts.append(f"<p><b>reward {rollout.reward:g}, {own_count} own tokens</b><br>{''.join(spans)}</p>")
+    if len(group) > ROLLOUTS_SHOWN:
+        parts.append(f"<p>{len(group) - ROLLOUTS_SHOWN} more rollouts of this group are in rollouts/.</p>")
+    return "".join(parts)
+
+
+def markdown(loaded: Runs, parts: list[Part], out: Path) -> str:
+    """report.md: the same tables, the figures as links."""
+    used = (loaded.runs.left_out == "").sum()
+    lines = [f"# Report on {loaded.folder.resolve().name}", "", f"{len(loaded.runs)} runs, {used} used.", ""]
+    lines += [f"- {warning}" for warning in loaded.warnings] + [""]
+    for part in parts:
+        lines += [f"## {part.setting}", "", "### Claims", "", markdown_table(part.claims), ""]
+        lines += ["### Comparisons behind them", "", markdown_table(part.findings), ""]
+        for title, rows in part.tables:
+            lines += [f"### {title}", "", markdown_table(rows), ""]
+        lines += ["### Figures", ""]
+        for drawn in part.figures:
+            if drawn.problem:
+                lines += [f"Not drawn: {drawn.figure.name}. {drawn.problem}", ""]
+                continue
+            path = next(file for file in drawn.files if file.suffix == ".png")
+            lines += [f"![{drawn.figure.name}]({os.path.relpath(path, out)})", "", drawn.figure.caption, ""]
+    lines += ["## Runs", "", markdown_table(loaded.runs.reindex(columns=RUN_COLUMNS)), ""]
+    return "\n".join(lines)
+
+
+def markdown_table(rows: pd.DataFrame) -> str:
+    if rows.empty:
+        return "(nothing)"
+    cells = [
+        [shown(value).replace("|", "\\|").replace("\n", " ") for value in row] for row in rows.itertuples(index=False)
+    ]
+    head = f"| {' | '.join(map(str, rows.columns))} |\n|{'---|' * len(rows.columns)}"
+    return "\n".join([head, *(f"| {' | '.join(row)} |" for row in cells)])

@@ -1,0 +1,397 @@
+"""RunTrainer: an OTBTrainer that lives in a run directory. Records, evaluations, samples and atomic checkpoints.
+
+experiments/train.py builds it; OTBTrainer alone is what other people's scripts use. A step boundary is always: metrics
+row, evaluation if due, checkpoint if due, so that everything up to a checkpoint is on disk before the checkpoint is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers import TrainerCallback
+
+from experiments.run_lock import RunLock
+from experiments.warning_signal import Interrupted, received
+from otb.errors import RunError, unwritable
+from otb.records import METRICS, RunDirectory, read_rows, sample_step
+from otb.rollouts import RolloutGroups
+from otb.tool_rollouts import ToolTrainer
+from otb.trainer import GRPOTrainer, isolated_random_state, response_mask
+
+TRL_NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "entropy": "entropy", "kl": "kl"}
+TRL_NAMES |= {"learning_rate": "learning_rate", "completions/clipped_ratio": "truncated"}
+TRL_NAMES |= {f"grades/{outcome}": f"grade_{outcome}" for outcome in ("correct", "wrong", "unparsable")}
+TRL_NAMES |= {"grades/grader_timeout": "grade_timeout", "grades/grader_error": "grade_error"}
+TRACKER_STRIDE = 10_000  # more than a tracker is sent in one step
+RESUME_FILES = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "baseline.pt")  # what only a resumed run reads
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When things happen, in steps. 0 = never. Evaluations and the last checkpoint also fall on the final step."""
+
+    evaluate_every: int
+    evaluation_samples: int  # k samples per held-out prompt
+    checkpoint_every: int
+    rollouts_every: int
+    rollouts_groups: int  # prompt groups kept per recorded step
+
+
+class RunTrainer(ToolTrainer):
+    """A ToolTrainer that writes into `directory` and can be killed at any moment.
+
+    on_step(row) is called with each metrics row, on_evaluation(row) with each evaluation, for a progress display.
+    """
+
+    def __init__(
+        self,
+        *args,
+        directory: RunDirectory,
+        lock: RunLock | None,
+        schedule: Schedule,
+        evaluation_dataset,
+        on_step: Callable[[dict], None],
+        on_evaluation: Callable[[dict], None],
+        **kwargs,
+    ):
+        self.directory, self.lock, self.schedule = directory, lock, schedule
+        self.evaluation_dataset = evaluation_dataset
+        self.on_step, self.on_evaluation = on_step, on_evaluation
+        self._step_started = time.perf_counter()
+        self._last_rollouts: dict | None = None
+        self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
+        super().__init__(*args, **kwargs)
+        totals = directory.last_metrics()
+        self._totals = {name: totals.get(name, 0) for name in ("own_tokens_total", "tool_tokens_total")}
+        self.add_callback(FirstEvaluation(self))
+
+    def _get_train_sampler(self, dataset=None) -> Sampler:
+        return PromptSampler(
+            rows=len(self.train_dataset if dataset is None else dataset),
+            prompts_per_batch=self.args.generation_batch_size // self.num_generations,
+            group_size=self.num_generations,
+            uses=self.num_iterations * self.args.steps_per_generation,
+            micro_batches=self.args.max_steps * self.args.gradient_accumulation_steps,
+            seed=self.args.seed,
+        )
+
+    # ---- a step: row, samples, evaluation, checkpoint, status, in this order
+
+    def train(self, *args, **kwargs):
+        self._step_started = time.perf_counter()
+        return super().train(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        last_done = self._globalstep_last_logged
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # writes the row, see `log`
+        step, schedule = self.state.global_step, self.schedule
+        if step == last_done:  # transformers asks once more at the end of the epoch
+            return
+        if self._due(step, schedule.rollouts_every) and self.accelerator.is_main_process:
+            self._save_rollouts(f"step-{step:08d}", schedule.rollouts_groups)
+        if self._due(step, schedule.evaluate_every):
+            self.evaluate_held_out()
+        interrupted = self._due(step, 1) and self._any_process_warned()
+        if interrupted or self._due(step, schedule.checkpoint_every):
+            self.write_checkpoint()
+        if self.accelerator.is_main_process:
+            self.directory.write_status("running", step=step, steps=self.state.max_steps)
+        if interrupted and step < self.state.max_steps:
+            raise Interrupted(f"a warning signal came; checkpoint written at step {step}")
+        self._step_started = time.perf_counter()
+
+    def _any_process_warned(self) -> bool:
+        """Signals reach the processes of a run at different moments; all of them must stop at the same step."""
+        if self.accelerator.num_processes == 1:
+            return received()
+        return bool(self.accelerator.gather(torch.tensor([received()], device=self.accelerator.device)).any())
+
+    def _append(self, file: Path, row: dict) -> None:
+        """A row of the run directory, by the one process that writes it and only while it holds the lock."""
+        if not self.accelerator.is_main_process:
+            return
+        if self.lock is not None and not self.lock.held():
+            raise RunError(f"{self.directory.path} was taken over by another process; this one stops here.")
+        self.directory.append(file, row)
+
+    def _due(self, step: int, every: int) -> bool:
+        """On the first generation boundary at or past each multiple of `every`, and on the final step. 0: never."""
+        cycle = max(1, self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps)
+        if not every or step % cycle:
+            return False
+        return step == self.state.max_steps or step // every > (step - cycle) // every
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not self.model.training or "loss" not in logs:
+            return super().log(logs, start_time)
+        measured = {
+            name: mean for name, values in self._metrics["train"].items() if (mean := finite_mean(values)) is not None
+        }
+        measured |= {
+            ours: value for trl, ours in TRL_NAMES.items() if (value := (logs | measured).get(trl)) is not None
+        }
+        measured |= {f"seconds_{part}": seconds for part, seconds in self._seconds.items()}
+        measured["seconds_step"] = time.perf_counter() - self._step_started
+        parts = ("sampling", "scoring", "advantages")
+        measured["seconds_loss"] = measured["seconds_step"] - sum(self._seconds.get(part, 0.0) for part in parts)
+        measured["peak_memory_bytes"] = peak_memory_bytes()
+        for part in ("own_tokens", "tool_tokens"):
+            self._totals[f"{part}_total"] += measured.get(part) or 0
+        measured |= {name: total for name, total in self._totals.items() if total}
+        row = {"step": self.state.global_step}
+        row |= {name: value for name in METRICS if (value := measured.get(name)) is not None}
+        logs.update(row)  # the same names reach every tracker of `report_to`, beside TRL's own
+        self._advance_tracker()
+        super().log(logs, start_time)
+        self._seconds.clear()
+        self._append(self.directory.metrics_file, row)
+        self.on_step(row)
+
+    def _advance_tracker(self, past: int = 0) -> None:
+        """W&B counts what it is sent, TRL's timings too, from 0 in every process; so a resumed run's would overwrite.
+
+        Here its count is at least TRACKER_STRIDE times the optimizer steps done; the plots' axis is train/global_step.
+        """
+        wandb = sys.modules.get("wandb") if "wandb" in self.args.report_to else None
+        wanted = TRACKER_STRIDE * self.state.global_step + past
+        if wandb is not None and wandb.run is not None and wandb.run.step < wanted:
+            wandb.run.log({}, step=wanted)
+
+    def _log_rollouts(self, rollouts: RolloutGroups, baseline, advantages: Tensor, output: dict) -> None:
+        super()._log_rollouts(rollouts, baseline, advantages, output)
+        self._last_rollouts = {"rollouts": rollouts, "advantages": advantages, "output": output}
+
+    # ---- a loss or gradient that is not finite ends the run before it reaches the weights
+
+    def training_step(self, *args, **kwargs):
+        self._advance_tracker(past=TRACKER_STRIDE // 2)
+        loss = super().training_step(*args, **kwargs)
+        self._losses.append(loss.detach())
+        return loss
+
+    def _get_grad_norm(self, *args, **kwargs):
+        """The last thing transformers asks before the optimizer steps, with the norm of all processes' gradient."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        losses, self._losses = torch.stack(self._losses).sum(), []
+        self._refuse_non_finite("loss", self.accelerator.gather(losses).sum())  # one process's loss stops them all
+        self._refuse_non_finite("gradient_norm", norm)
+        return norm
+
+    def _refuse_non_finite(self, name: str, value) -> None:
+        if value is None or math.isfinite(float(value)):
+            return
+        step, rank = self.state.global_step + 1, self.accelerator.process_index
+        path = self._save_rollouts(f"failed-{step:08d}" + (f"-rank{rank}" if rank else ""), groups=None)
+        raise RunError(
+            f"{name}={float(value)} at step {step}; it must be finite, and training stops before the weights change. "
+            f"The rollouts that caused it ({path.name}): python -m otb.show {self.directory.path} --step {step}. "
+            "Try a smaller learning_rate."
+        )
+
+    # ---- evaluation
+
+    def evaluate_held_out(self) -> dict:
+        """avg@k and pass@k on the evaluation dataset; draws from its own random state. -> the row written."""
+        started = time.perf_counter()
+        samples = self.schedule.evaluation_samples
+        rewards, lengths = self.sample_held_out(samples)  # (prompts, samples) each
+        scored = ~rewards.isnan()
+        row = {
+            "step": self.state.global_step,
+            "accuracy": (rewards[scored] == 1).float().mean().item() if scored.any() else None,
+            "pass_at_k": (rewards == 1).any(1).float().mean().item(),
+            "samples": samples,
+            "prompts": len(rewards),
+            "response_length_mean": lengths.float().mean().item(),
+            "own_tokens_total": self._totals["own_tokens_total"],
+            "seconds": time.perf_counter() - started,
+        }
+        if unscored := (~scored).float().mean().item():
+            row["unscored"] = unscored
+        row = {name: value for name, value in row.items() if value is not None}
+        if self.args.report_to:
+            # past GRPOTrainer.log, which would write its table of training completions once more
+            super(GRPOTrainer, self).log({f"eval_{name}": value for name, value in row.items() if name != "step"})
+        self._append(self.directory.evaluations_file, row)
+        self.on_evaluation(row)
+        return row
+
+    def sample_held_out(self, samples: int) -> tuple[Tensor, Tensor]:
+        """Rewards and own-token counts (prompts, samples) on the evaluation dataset, the same draws at every call.
+
+        TRL's own rollout code does the work, so that tools and vLLM are served too.
+        """
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        rows = list(self.evaluation_dataset)
+        prompts_per_batch = max(1, self.args.per_device_eval_batch_size // samples) * processes
+        was_training, samples_before = self.model.training, self.num_generations_eval
+        logs_before = copy.deepcopy(self._logs)  # TRL's completions table is that of training
+        self.model.eval()
+        self.num_generations_eval = samples
+        rewards, lengths = [], []
+        try:
+            with isolated_random_state(seed=self.args.seed * 1000 + rank), torch.no_grad():
+                for start in range(0, len(rows), prompts_per_batch):
+                    batch = rows[start : start + prompts_per_batch]
+                    padded = batch + [batch[0]] * (-len(batch) % processes)  # whole prompts for every process
+                    share = len(padded) // processes
+                    own = padded[rank * share : (rank + 1) * share]
+                    self._generate_and_score_completions([row for row in own for _ in range(samples)])
+                    counts = self.accelerator.gather(self._sampled_tokens)[:, 0]
+                    rewards.append(self._summed_rewards().view(-1, samples)[: len(batch)])
+                    lengths.append(counts.view(-1, samples)[: len(batch)])
+        finally:
+            self.num_generations_eval = samples_before
+            self.model.train(was_training)
+            self._metrics["eval"].clear()
+            self._seconds.clear()
+            self._logs = logs_before
+        return torch.cat(rewards).cpu(), torch.cat(lengths).cpu()
+
+    # ---- samples
+
+    def _save_rollouts(self, name: str, groups: int | None) -> Path:
+        """Keeps prompts, responses, rewards, energies and advantages of this process's rollouts.
+
+        groups: of its first whole groups; None for every rollout it has, of groups that it shares with others too.
+        """
+        path = self.directory.rollouts / f"{name}.parquet"
+        if self._last_rollouts is None:
+            return path
+        table = pd.DataFrame(self._rollout_rows(groups, step=sample_step(path)))
+        aside = path.with_suffix(".writing")
+        try:
+            table.to_parquet(aside)
+            os.replace(aside, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise unwritable(path, error) from error
+        return path
+
+    def _rollout_rows(self, groups: int | None, step: int) -> Iterator[dict]:
+        rollouts, output = self._last_rollouts["rollouts"], self._last_rollouts["output"]
+        advantages, group_size = self._last_rollouts["advantages"].flatten(0, 1), rollouts.group_size
+        mask, own = output["completion_mask"].bool(), response_mask(output)
+        count = len(own) if groups is None else min(groups, len(own) // group_size) * group_size
+        norms = None if rollouts.score_norms is None else rollouts.score_norms.flatten(0, 1)
+        first = self.accelerator.process_index * len(own)  # this process's rows among the gathered ones
+        for i in range(count):
+            length = int(own[i].sum())
+            tokens = output["completion_ids"][i][mask[i]]
+            prompt = output["prompt_ids"][i][output["prompt_mask"][i].bool()]
+            advantage = advantages[first + i]
+            yield {
+                "step": step,
+                "prompt": (first + i) // group_size,
+                "rollout": (first + i) % group_size,
+                "prompt_text": self._tokenizer.decode(prompt),
+                "response_text": self._tokenizer.decode(tokens),
+                "tokens": [self._tokenizer.decode(token) for token in tokens],
+                "own": own[i][mask[i]].tolist(),
+                "reward": float(rollouts.rewards.flatten()[first + i]),
+                "advantages": advantage[:length].tolist() if len(advantage) > 1 else [float(advantage[0])] * length,
+                "energies": None if norms is None else norms[first + i][:length].cumsum(0).tolist(),
+            }
+
+    # ---- checkpoints
+
+    def write_checkpoint(self) -> None:
+        """Aside, fsync, rename; then the rule: the last and the best stay, the optimizer's state in the last only."""
+        writing, step = self.directory.checkpoints / ".writing", self.state.global_step
+        if self.accelerator.is_main_process:
+            shutil.rmtree(writing, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        output_dir, self.args.output_dir = self.args.output_dir, str(writing)
+        try:
+            self._save_checkpoint(self.model, trial=None)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                self.directory.publish_checkpoint(writing / f"checkpoint-{step}", step)
+                shutil.rmtree(writing)
+                self.directory.prune_checkpoints(RESUME_FILES)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save tells of a full disk by a RuntimeError
+            shutil.rmtree(writing, ignore_errors=True)
+            raise unwritable(self.directory.checkpoints, error) from error
+        finally:
+            self.args.output_dir = output_dir
+        self.accelerator.wait_for_everyone()
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """No model card: the run directory says where a checkpoint comes from."""
+
+
+class FirstEvaluation(TrainerCallback):
+    """The evaluation before the first step; as a callback, because trackers have to start before anything is timed."""
+
+    def __init__(self, trainer: RunTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, *args, **kwargs) -> None:
+        if not any(read_rows(self.trainer.directory.evaluations_file)):
+            self.trainer.evaluate_held_out()
+            self.trainer._step_started = time.perf_counter()
+
+
+class PromptSampler(Sampler):
+    """The rows of a whole run in TRL's order: prompts repeated `group_size` times, batches repeated `uses` times.
+
+    Unlike TRL's, the permutation of an epoch follows from (seed, epoch) alone, so that a run resumed in its third epoch
+    sees the prompts of the third; and it depends on neither group size nor length, so that every arm of a comparison
+    sees the same prompts in the same order, and more steps continue a run.
+
+    Args:
+        rows: prompts in the dataset; prompts_per_batch: prompts of one generation; micro_batches: forwards of the run.
+    """
+
+    def __init__(self, rows: int, prompts_per_batch: int, group_size: int, uses: int, micro_batches: int, seed: int):
+        self.rows, self.prompts_per_batch, self.group_size = rows, prompts_per_batch, group_size
+        self.uses, self.seed = uses, seed
+        self.generations = -(-micro_batches // uses)
+
+    def __len__(self) -> int:
+        return self.generations * self.prompts_per_batch * self.group_size * self.uses
+
+    def __iter__(self) -> Iterator[int]:
+        prompts = self._prompts()
+        for _ in range(self.generations):
+            batch = [next(prompts) for _ in range(self.prompts_per_batch)]
+            for _ in range(self.uses):
+                for prompt in batch:
+                    yield from [prompt] * self.group_size
+
+    def _prompts(self) -> Iterator[int]:
+        epoch = 0
+        while True:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            yield from torch.randperm(self.rows, generator=generator).tolist()
+            epoch += 1
+
+
+def finite_mean(values: list[float]) -> float | None:
+    """Mean of the finite values; None where nothing was measured."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return finite[0] if finite else None  # a count stays a whole number
+    return sum(finite) / len(finite)
+
+
+def peak_memory_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

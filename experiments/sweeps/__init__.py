@@ -1,0 +1,1 @@
+"""Runs many runs: what a sweep's folder holds, which runs it needs, where each stands. `slurm` builds on it."""

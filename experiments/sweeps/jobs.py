@@ -1,0 +1,140 @@
+"""The folder of a sweep: how it is called, and what is known of each of its jobs, wherever they run. Imports no torch.
+
+runs/sweep-1a2b3c4d/
+  job-00003.json   one run: its directory, its overrides, its SLURM job, how often it was started, why it failed
+  logs/            what the jobs print
+  submissions/     SLURM: which runs a job array is made of
+  .code/           the code that the jobs run; hidden, so that nothing takes its files for a run's
+  multirun.yaml    what Hydra made of the command
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.warning_signal import EXIT_CODE
+from otb.errors import RunError
+from otb.records import RunDirectory, write_atomically
+
+INTERRUPTED = EXIT_CODE  # of experiments/run.py: start it again
+
+
+@dataclass
+class Job:
+    """One run of a sweep. Written by who plans it, then by who runs it, never by both at a time."""
+
+    number: int
+    run: str  # its directory, absolute
+    overrides: list[str] = dataclasses.field(default_factory=list)
+    steps: int = 0
+    error: str | None = None  # why it was refused or failed; None while nothing is known
+    submission: str | None = None  # the job array that it was last sent in
+    job: str | None = None  # SLURM's name of it, such as 71_3
+    starts: int = 0
+    timeouts: int = 0
+    kills: int = 0  # in a row, without a checkpoint in between
+    kills_at: int = -1  # step of the last checkpoint when it was killed last
+
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / f"job-{self.number:05d}.json", json.dumps(dataclasses.asdict(self)) + "\n")
+
+
+def save_jobs(folder: Path, jobs: list[Job]) -> None:
+    """Side by side, because each waits for the disk."""
+    with ThreadPoolExecutor(16) as pool:
+        for _ in pool.map(lambda job: job.save(folder), jobs):
+            pass
+
+
+def load_job(folder: Path, number: int) -> Job:
+    return Job(**json.loads((folder / f"job-{number:05d}.json").read_text(encoding="utf8")))
+
+
+def load_jobs(folder: Path) -> list[Job]:
+    """In the sweep's order. Raises RunError where the folder holds no sweep."""
+    numbers = sorted(int(file.stem.removeprefix("job-")) for file in Path(folder).glob("job-*.json"))
+    if not numbers:
+        raise RunError(f"{folder} is no folder of a sweep: it holds no job-*.json. A sweep prints its folder's name.")
+    return [load_job(Path(folder), number) for number in numbers]
+
+
+def earlier_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
+    """Those that the folder holds already. Raises RunError where they are of another sweep than `jobs`."""
+    earlier = load_jobs(folder) if any(folder.glob("job-*.json")) else []
+    for before in earlier:
+        if before.number >= len(jobs) or jobs[before.number].run != before.run:
+            raise RunError(
+                f"{folder} is the folder of a sweep over other runs, such as {before.run}; a job number must mean one "
+                "run. Choose another sweep=NAME; what is done, queued or running is not sent again."
+            )
+    return earlier
+
+
+class JobFile:
+    """`with JobFile(...)`: the job file of a run in this very process, for launchers that know no job files."""
+
+    def __init__(self, folder: Path, number: int, run: Path):
+        self.folder, self.job = folder, Job(number, str(run))
+
+    def __enter__(self) -> JobFile:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.job.error = "it was killed, or is still running"
+        self.job.save(self.folder)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        reason = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        self.job.error = None if error is None else reason
+        self.job.save(self.folder)
+
+
+def sweep_arguments(arguments: list[str], exempt: tuple[str, ...]) -> list[str]:
+    """The command line of a sweep as Hydra takes it: `sweep=NAME`, `wait=BOOL`, and a folder that does not change.
+
+    Without a name it follows from the command, so that the same command finds its jobs again. exempt: keys that say
+    where and how runs are made; they name no other sweep, nor does anything about the launcher. Raises RunError.
+    """
+    if not {"-m", "--multirun"} & set(arguments):
+        for argument in arguments:
+            if re.match(r"(hydra/launcher|sweep|wait)=", argument) and not any(a.startswith("--") for a in arguments):
+                raise RunError(f"{argument} belongs to a sweep. Add -m, for a single run too.")
+        return arguments
+    given, content, named = [], [], False
+    for argument in arguments:
+        key, _, value = argument.lstrip("+").partition("=")
+        if key == "sweep":
+            argument = f"hydra.sweep.dir=${{runs_dir}}/{value}"
+        if key == "wait":
+            argument = f"hydra.launcher.wait={value}"
+        named = named or key in ("sweep", "hydra.sweep.dir")
+        given.append(argument)
+        launching = re.match(r"hydra(/launcher|\.launcher|\.sweep\b)|wait$|sweep$", key)
+        if not launching and not any(key == one or key.startswith(one + ".") for one in exempt):
+            content.append(argument)
+    if not named:
+        digest = hashlib.sha256("\n".join(sorted({*content} - {"-m", "--multirun"})).encode()).hexdigest()[:8]
+        given.append(f"hydra.sweep.dir=${{runs_dir}}/sweep-{digest}")
+    return given
+
+
+def may_restart(job: Job, limit: int) -> bool:
+    """Notes that the run was killed -> whether it may be started again: it made a checkpoint, or this is seldom."""
+    reached = max(RunDirectory(job.run).checkpoint_steps(), default=0)
+    job.kills = 1 if reached > job.kills_at else job.kills + 1
+    job.kills_at = reached
+    return job.kills <= limit
+
+
+def reason_in(log: str) -> str:
+    """Why a run ended, from what it printed: what follows the last `error: `, or its last line. SLURM's lines aside."""
+    lines = [line for line in log.splitlines() if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
+    errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    if errors:
+        return "\n".join(lines[errors[-1] :]).removeprefix("error: ").strip()
+    return lines[-1].strip() if lines else "it printed nothing"

@@ -1,0 +1,149 @@
+"""A sweep on this machine: each run a process of its own, a few at a time. Used by hydra/launcher=local.
+
+A run that somebody kills is started again and resumes, up to a limit; one that is refused or crashes is not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.config_loader import ConfigLoader
+from omegaconf import DictConfig
+
+from experiments.run_lock import heartbeat_age, is_alive, read_lock
+from experiments.sweeps.display import SweepDisplay
+from experiments.sweeps.jobs import INTERRUPTED, Job, earlier_jobs, may_restart, reason_in, save_jobs
+from experiments.sweeps.plan import folder_of, plan
+from experiments.sweeps.snapshot import take_snapshot
+from experiments.sweeps.state import Queued, RunState, state_of
+from otb.errors import RunError
+
+SECONDS_PER_LOOK = 0.5
+SECONDS_TO_END = 15.0  # for a run to write down that it was stopped
+
+QUEUED_HERE = Queued("", "", "PENDING")
+
+
+def launch(
+    loader: ConfigLoader,
+    sweep: DictConfig,
+    job_overrides: Sequence[Sequence[str]],
+    parallel: int | None,
+    max_restarts: int,
+    wait: bool,
+) -> None:
+    """Runs the sweep to its end. Raises RunError for options that cannot be meant."""
+    check_parallel(parallel)
+    if not wait:
+        raise RunError("wait=false needs a queue that keeps the runs. Add hydra/launcher=slurm, or use wait=true.")
+    folder, jobs = folder_of(sweep), plan(loader, sweep, job_overrides, processes=1)
+    earlier_jobs(folder, jobs)  # refuses the folder of another sweep
+    save_jobs(folder, jobs)
+    LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite).run()
+
+
+class LocalSweep:
+    """Runs `jobs` whose directories are neither finished nor being written by somebody else.
+
+    Args:
+        parallel: runs at a time; None for one per GPU, or per core where there is no GPU.
+        max_restarts: of a run that is killed, in a row without a new checkpoint.
+    """
+
+    def __init__(self, folder: Path, jobs: list[Job], parallel: int | None, max_restarts: int, overwrite: bool):
+        self.folder, self.jobs, self.max_restarts = folder, jobs, max_restarts
+        gpus = visible_gpus()
+        slots = range(parallel or len(gpus) or len(os.sched_getaffinity(0)))
+        # None: no GPU to choose; with more runs than GPUs, several share one
+        self.free = [gpus[slot % len(gpus)] if gpus else None for slot in reversed(slots)]
+        self.code = take_snapshot(folder / ".code")
+        self.logs = folder / "logs"
+        self.logs.mkdir(exist_ok=True)
+        self.waiting = [job for job in jobs if job.error is None and (overwrite or not goes_on(job))]
+        self.running: dict[int, tuple[subprocess.Popen, Job, str | None, int]] = {}
+
+    def run(self) -> None:
+        """To the end of the last run. What failed has its reason in its job file."""
+        try:
+            with SweepDisplay() as display:
+                while self.waiting or self.running:
+                    while self.waiting and self.free:
+                        self._start(self.waiting.pop(0))
+                    time.sleep(SECONDS_PER_LOOK)
+                    for process, *_ in list(self.running.values()):
+                        if process.poll() is not None:
+                            self._end(process)
+                    display.show(self._states())
+                display.show(self._states())
+        finally:
+            for process, *_ in self.running.values():  # after Ctrl-C, which they got too
+                try:
+                    process.wait(SECONDS_TO_END)
+                except subprocess.TimeoutExpired:
+                    process.terminate()
+
+    def _states(self) -> list[RunState]:
+        return [state_of(job, QUEUED_HERE if job in self.waiting else None) for job in self.jobs]
+
+    def _start(self, job: Job) -> None:
+        gpu, log = self.free.pop(), self.logs / f"{job.number:05d}.log"
+        path = os.pathsep.join(filter(None, [str(self.code), os.getenv("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        environment["HYDRA_FULL_ERROR"] = "1"  # the error is the last line of the log
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        if job.starts:
+            environment["SLURM_RESTART_COUNT"] = str(job.starts)  # overwrite=true was obeyed by the first start
+        job.starts += 1
+        job.save(self.folder)
+        with open(log, "ab") as output:
+            position = output.tell()
+            command = [sys.executable, str(self.code / "experiments" / "run.py"), *job.overrides]
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        self.running[process.pid] = (process, job, gpu, position)
+
+    def _end(self, process: subprocess.Popen) -> None:
+        _, job, gpu, position = self.running.pop(process.pid)
+        self.free.append(gpu)
+        if process.returncode == 0:
+            return
+        log = self.logs / f"{job.number:05d}.log"
+        job.error = reason_in(log.read_bytes()[position:].decode(errors="replace"))
+        if process.returncode < 0:
+            job.error = f"killed by signal {-process.returncode}; {job.error}"
+            if may_restart(job, self.max_restarts):
+                job.error = None
+                self.waiting.insert(0, job)
+        elif process.returncode == INTERRUPTED:
+            job.error = "interrupted by a warning signal; the same command goes on"
+        job.save(self.folder)
+
+
+def goes_on(job: Job) -> bool:
+    """Whether there is nothing to start: the run is done, or a process writes it, as its lock judges that."""
+    lock = Path(job.run) / "lock.json"
+    return state_of(job).state == "done" or (lock.exists() and is_alive(read_lock(lock), heartbeat_age(lock)))
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; asks the driver's own tool, as torch would take seconds."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in given.split(",") if name]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    return [str(number) for number, line in enumerate(asked.stdout.splitlines()) if line.startswith("GPU ")]
+
+
+def check_parallel(parallel: int | None) -> None:
+    if parallel is not None and (type(parallel) is not int or parallel < 1):
+        raise RunError(
+            f"hydra.launcher.parallel={parallel} must be a whole number of at least 1, or null for one run per GPU or "
+            "core. Try hydra.launcher.parallel=2."
+        )

@@ -1,0 +1,71 @@
+"""The runs of a sweep, composed and checked before any of them starts. Called by the launchers. Imports no torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
+
+from experiments import settings
+from experiments.sweeps.jobs import Job
+from otb.errors import RunError
+
+
+def plan(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], processes: int) -> list[Job]:
+    """One job per run, in order; a run that is refused has the reason as its `error`. processes: of each run."""
+    composer, jobs, seen = Composer(loader, sweep), [], {}
+    for number, overrides in enumerate(job_overrides):
+        cfg = composer.compose(overrides)
+        run = str(settings.run_path(cfg, list(overrides), dict(cfg.hydra.runtime.choices)).absolute())
+        job = Job(number, run, list(overrides), cfg.steps)
+        try:
+            settings.check(cfg, processes)
+            if run in seen:
+                raise RunError(
+                    f"runs {seen[run]} and {number} of the sweep are both {run}: what they differ in makes no other "
+                    "run (docs/runs.md). Sweep over other keys."
+                )
+        except RunError as error:
+            job.error = str(error)
+        seen.setdefault(run, number)
+        jobs.append(job)
+    return jobs
+
+
+class Composer:
+    """Composes as Hydra does, but reads the yamls once for all runs that choose the same: 200 runs took 11 s."""
+
+    def __init__(self, loader: ConfigLoader, sweep: DictConfig):
+        self.loader, self.sweep = loader, sweep
+        self.parser = OverridesParser.create(config_loader=loader)
+        self.composed: dict[tuple[str, ...], DictConfig] = {}
+        self.is_group: dict[str, bool] = {}
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        parsed = self.parser.parse_overrides(list(overrides))
+        values = [override for override in parsed if self._is_plain_value(override)]
+        choices = [override.input_line for override in parsed if override not in values]
+        if tuple(choices) not in self.composed:
+            self.composed[tuple(choices)] = self.loader.load_sweep_config(self.sweep, choices)
+        cfg = copy.deepcopy(self.composed[tuple(choices)])
+        self.loader._apply_overrides_to_config(values, cfg)  # the last thing that load_sweep_config does
+        return cfg
+
+    def _is_plain_value(self, override: Override) -> bool:
+        if override.package is not None or override.is_delete() or override.key_or_group.startswith("hydra"):
+            return False
+        key = override.key_or_group
+        if key not in self.is_group:
+            self.is_group[key] = bool(self.loader.get_group_options(key))
+        return not self.is_group[key]
+
+
+def folder_of(sweep: DictConfig) -> Path:
+    folder = Path(str(sweep.hydra.sweep.dir)).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

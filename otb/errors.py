@@ -1,0 +1,25 @@
+"""The one error that is shown without a traceback, and the exit codes of every command. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CRASHED = 1  # a bug, with its traceback; in a sweep, a run that failed
+REFUSED = 2  # what was asked for cannot be done; one message says why and what to do
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a warning came, and the same command goes on from the checkpoint
+STOPPED_FROM_KEYBOARD = 130  # 128 + SIGINT, as shells have it
+
+
+class RunError(Exception):
+    """A problem that the user can mend. Its text says the value, the rule and the fix."""
+
+
+def unwritable(path: Path, error: Exception) -> RunError:
+    """Returns the error to show for a file or folder that the operating system, or a library, could not write."""
+    reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+    if "inline_container" in reason:  # torch.save, which does not say why
+        reason = "only a part of a file fitted"
+    return RunError(
+        f"{path} cannot be written: {reason}. Every file must reach the disk: free space or mend its permissions, then "
+        "run the same command again, or choose another runs_dir."
+    )

@@ -1,0 +1,172 @@
+"""Policies by name: `tiny` (built here and warm-started), a hub id, or a local folder; all through one loader.
+
+Called by experiments/train.py in this order: `describe_policy` (tokenizer and configuration: small files), the checks
+of prompts and LoRA targets against them, `policy_folder` (the warm start), `load_model` (the weights).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from otb.errors import RunError, unwritable
+from otb.policies.tiny_policy import build_tokenizer, model_config
+from otb.policies.warm_start import WarmStart, default_cache_dir, warm_start
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+TINY = "tiny"
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+def describe_policy(name: str, revision: str | None) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Tokenizer and configuration of a policy, without its weights.
+
+    Raises RunError where they cannot be loaded, or where there is no chat template: prompts are chat messages.
+    """
+    if name == TINY:
+        tokenizer = build_tokenizer()
+        return tokenizer, model_config(tokenizer)
+    place = _place(name)
+    try:
+        config = AutoConfig.from_pretrained(place, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, padding_side="left")
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(place, revision, error) from error
+    if tokenizer.chat_template is None:
+        raise RunError(
+            f"model.name={name} has a tokenizer without a chat template, and prompts here are chat messages. Use the "
+            "instruct variant, or save the tokenizer with a chat_template into a local folder."
+        )
+    return tokenizer, config
+
+
+def check_prompt_lengths(
+    prompts: Iterable[list[dict]],
+    tokenizer,
+    config,
+    max_prompt_length: int | None,
+    max_completion_length: int,
+    tools: list[Callable] | None = None,
+) -> None:
+    """Raises RunError where a prompt (chat messages) is longer than the limit, in tokens with the chat template.
+
+    max_prompt_length: None for what the model's context leaves beside `max_completion_length`; no limit where the
+    configuration names no context. A token is at least one byte, so only texts of more bytes than that are tokenized.
+    tools: those that the chat template describes in every prompt.
+    """
+    context = getattr(config, "max_position_embeddings", None)
+    limit = max_prompt_length
+    if context is not None:
+        room = context - max_completion_length
+        if room < 1:
+            raise RunError(
+                f"task.max_completion_length={max_completion_length} leaves no room for a prompt in the model's "
+                f"context of {context} tokens. Try task.max_completion_length={context // 2}."
+            )
+        limit = room if limit is None else min(limit, room)
+    if limit is None:
+        return
+    longest, too_long = 0, []
+    for row, prompt in enumerate(prompts):
+        text = tokenizer.apply_chat_template(prompt, tools=tools, tokenize=False, add_generation_prompt=True)
+        if len(text.encode()) > limit:
+            length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            longest = max(longest, length)
+            too_long += [row] if length > limit else []
+    if too_long:
+        source = "max_prompt_length" if limit == max_prompt_length else "the model's context less a response's length"
+        fix = f"Try max_prompt_length={longest}" if limit == max_prompt_length else "Lower task.max_completion_length"
+        raise RunError(
+            f"{len(too_long)} prompts are longer than {limit} tokens ({source}), the first is row {too_long[0]}, the "
+            f"longest has {longest}. {fix}, or leave these rows out of the dataset."
+        )
+
+
+def check_lora_targets(lora: LoraConfig, config: PreTrainedConfig) -> None:
+    """Raises RunError where a target of LoRA names no module of the architecture. Builds it without weights."""
+    if lora.target_modules == "all-linear":
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    targets = [lora.target_modules] if isinstance(lora.target_modules, str) else sorted(lora.target_modules)
+    for target in targets:
+        pattern = type(lora)(target_modules=target if isinstance(lora.target_modules, str) else [target])
+        if not any(check_target_module_exists(pattern, name) for name in names):
+            found = sorted({name.rpartition(".")[2] for name in names})
+            raise RunError(
+                f"model.lora.target_modules={target} matches no linear module of the model; each target must. Found: "
+                f"{', '.join(found)}. Try model.lora.target_modules=all-linear."
+            )
+
+
+def policy_folder(name: str, task, recipe: dict, progress: Callable[[int, int, float], None] | None = None) -> str:
+    """Where the policy's files are: `name` itself, or for "tiny" the warm-started folder, built if it is not cached.
+
+    recipe: fields of `WarmStart`. A task without demonstrations gets the policy of `arithmetic`.
+    """
+    if name != TINY:
+        return _place(name)
+    if not hasattr(task, "demonstrations"):
+        from otb.tasks.arithmetic import Arithmetic
+
+        task = Arithmetic()
+    try:
+        warm = WarmStart(**recipe)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"model.warm_start: {error}") from error
+    try:
+        return str(warm_start(task, warm, progress=progress))
+    except (OSError, SafetensorError) as error:
+        raise unwritable(default_cache_dir(), error) from error
+
+
+def load_model(folder: str, revision: str | None, dtype: str) -> PreTrainedModel:
+    """The policy's weights. dtype: "float32" or "bfloat16". Raises RunError where they cannot be loaded."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, revision=revision, dtype=getattr(torch, dtype))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unreadable(folder, revision, error) from error
+
+
+def model_facts(folder: str, revision: str | None) -> dict[str, str | dict | None]:
+    """For environment.json: name and commit of a hub model, or name and content hashes of a folder's weights."""
+    if Path(folder).is_dir():
+        files = sorted(file for pattern in WEIGHT_FILES for file in Path(folder).glob(pattern))
+        return {"model": folder, "model_sha256": {file.name: _sha256(file) for file in files}}
+    config = AutoConfig.from_pretrained(folder, revision=revision)
+    return {"model": folder, "model_revision": getattr(config, "_commit_hash", None) or revision}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _place(name: str) -> str:
+    folder = Path(name).expanduser()
+    return str(folder) if folder.is_dir() else name
+
+
+def _unreadable(place: str, revision: str | None, error: Exception) -> RunError:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if Path(place).is_dir():
+        return RunError(
+            f"model.name={place} cannot be read as a transformers model: {first_line}. The folder must hold what "
+            "save_pretrained writes for model and tokenizer."
+        )
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    why = "it is not in the cache and HF_HUB_OFFLINE is set" if offline else first_line
+    fetch = f"python -m otb.prefetch --model {place}" + (f" --revision {revision}" if revision else "")
+    return RunError(f"model.name={place} is no folder, and the hub does not give it: {why}. With network, run: {fetch}")

@@ -1,0 +1,202 @@
+"""Warm start of the tiny policy: supervised steps on a task's noisy demonstrations, once per recipe, then from a cache.
+
+`warm_start` is called by experiments/ for `model=tiny`, by tests and by the variance laboratory. RL seeds vary the RL
+alone: every run of a task starts from the same policy unless `WarmStart.seed` says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import tokenizers
+import torch
+import transformers
+from filelock import FileLock
+
+from otb.policies.tiny_policy import build_model, build_tokenizer, model_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
+
+RECIPE_VERSION = 1  # raise it when this file changes what comes out of a recipe
+DIGESTED_DEMONSTRATIONS = 512
+NOT_IN_LOSS = -100
+WARMUP_STEPS = 20
+MAX_GRAD_NORM = 1.0
+
+
+class DemonstratedTask(Protocol):
+    """A task with a warm start. Demonstrations are chats for the template; a larger `n` only adds to them.
+
+    noise: 0 = careful and right, 1 = as unreliable as the warm-started policy is meant to be.
+    """
+
+    name: str
+
+    def demonstrations(self, seed: int, n: int, noise: float) -> list[list[dict]]: ...
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Recipe: `steps` AdamW steps on `batch` fresh demonstrations each; linear warm-up, then cosine decay to 0.
+
+    The first `careful_steps` see demonstrations of little noise, from which arithmetic is learned three times as fast;
+    the rest see the full noise, which leaves the policy unsure and RL something to improve.
+    """
+
+    steps: int = 620
+    careful_steps: int = 450
+    careful_noise: float = 0.1
+    noise: float = 1.0
+    batch: int = 32
+    learning_rate: float = 4e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch", "learning_rate"):
+            if getattr(self, key) <= 0:
+                raise ValueError(f"{key}={getattr(self, key)} must be positive. Try the default of WarmStart.")
+        if not 0 <= self.careful_steps <= self.steps:
+            raise ValueError(f"careful_steps={self.careful_steps} must lie in 0..steps={self.steps}. Try steps // 2.")
+
+
+def default_cache_dir() -> Path:
+    """`$OTB_CACHE`, or `~/.cache/otb`."""
+    return Path(os.environ.get("OTB_CACHE") or Path.home() / ".cache" / "otb")
+
+
+def warm_start(
+    task: DemonstratedTask,
+    recipe: WarmStart,
+    cache_dir: Path | str | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> Path:
+    """Folder of the warm-started policy and its tokenizer, in the transformers format; trained if no cache holds it.
+
+    progress(step, steps, loss) is called after each step, loss in nats per token; never when the cache answers.
+    However many processes ask at once, one trains and the others wait. A killed call leaves nothing that a later one
+    takes for a policy. Trains on one thread, so that the weights do not depend on the number of cores.
+    """
+    cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    key = recipe_key(task, recipe)
+    folder = cache / f"{task.name}-{key}"
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{folder.name}.lock"):
+        if not folder.exists():
+            partial = cache / f"{folder.name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)  # of a call that was killed
+            tokenizer = build_tokenizer()
+            with _one_thread():
+                model = train(build_model(tokenizer, recipe.seed), tokenizer, task, recipe, progress)
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            (partial / "warm_start.json").write_text(json.dumps({"task": task.name, **asdict(recipe)}, indent=2) + "\n")
+            _publish(partial, folder)
+    return folder
+
+
+def recipe_key(task: DemonstratedTask, recipe: WarmStart) -> str:
+    """16 hexadecimal digits of everything that decides the weights.
+
+    The task enters by its demonstrations rather than its parameters: editing their generator gives another policy, and
+    asking for more training prompts does not.
+    """
+    tokenizer = build_tokenizer()
+    ingredients = {
+        "version": RECIPE_VERSION,
+        "recipe": asdict(recipe),
+        "demonstrations": [
+            task.demonstrations(recipe.seed, DIGESTED_DEMONSTRATIONS, noise)
+            for noise in (recipe.careful_noise, recipe.noise)
+        ],
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "chat_template": tokenizer.chat_template,
+        "response_template": tokenizer.response_template,
+        "model": model_config(tokenizer).to_dict(),
+        "libraries": [torch.__version__, transformers.__version__, tokenizers.__version__],
+    }
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    task: DemonstratedTask,
+    recipe: WarmStart,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> Qwen3ForCausalLM:
+    """Trains `model` in place on the assistant's tokens of the demonstrations and returns it."""
+    phases = ((recipe.careful_steps, recipe.careful_noise), (recipe.steps - recipe.careful_steps, recipe.noise))
+    batches = []
+    for steps, noise in phases:
+        batches += _batches(task.demonstrations(recipe.seed, steps * recipe.batch, noise), recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, WARMUP_STEPS, recipe.steps)
+    model.train()
+    for step, chats in enumerate(batches, start=1):
+        loss = model(**encode(chats, tokenizer)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if progress is not None:
+            progress(step, recipe.steps, loss.item())
+    return model.eval()
+
+
+def _batches(demonstrations: list, recipe: WarmStart) -> list[list]:
+    """Batches of similar length in random order: mixed ones would be half padding."""
+    draw, pool, batches = random.Random(recipe.seed), 16 * recipe.batch, []
+    for start in range(0, len(demonstrations), pool):
+        alike = sorted(demonstrations[start : start + pool], key=lambda chat: len(str(chat)))
+        slices = [alike[at : at + recipe.batch] for at in range(0, len(alike), recipe.batch)]
+        batches += draw.sample(slices, len(slices))
+    return batches
+
+
+def encode(chats: list[list[dict]], tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
+    """B chats -> input_ids, attention_mask, labels, each (B, L), padded right; labels on assistant tokens only."""
+    rendered = tokenizer.apply_chat_template(chats, return_dict=True, return_assistant_tokens_mask=True)
+    ids = [torch.tensor(row) for row in rendered["input_ids"]]
+    labels = [
+        row.masked_fill(~torch.tensor(spoken, dtype=torch.bool), NOT_IN_LOSS)
+        for row, spoken in zip(ids, rendered["assistant_masks"], strict=True)
+    ]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
+        "attention_mask": pad([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": pad(labels, batch_first=True, padding_value=NOT_IN_LOSS),
+    }
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Gives a complete folder its final name, once its bytes are on the disk."""
+    for path in [*partial.iterdir(), partial]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    partial.rename(folder)

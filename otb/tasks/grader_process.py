@@ -1,0 +1,176 @@
+"""Math-Verify in processes of its own, each killed by the kernel when a comparison runs too long. Used by grading.py.
+
+Math-Verify bounds its work with signal.alarm and a Python handler: that needs the main thread, takes the trainer's own
+alarm, and cannot interrupt a big-integer power. Here the comparison runs in a child whose CPU timer has the default
+action (the process ends), so the bound holds in any thread, inside C code, and also when the parent dies meanwhile.
+This file is also the child's program; it imports nothing of otb and no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+CPU_SECONDS = 2.0  # of one comparison; the slowest of 1,500 pairs of MATH answers took 0.3 s
+WALL_SECONDS = 20.0  # for a child that waits instead of computing, as when the machine swaps
+MEMORY_BYTES = 4 << 30
+JOBS_PER_PROCESS = 5_000  # sympy's caches grow; a fresh process costs half a second
+MAX_PROCESSES = min(4, os.cpu_count() or 1)
+
+
+class GraderProcess:
+    """One child process; `judge` may be called by one thread at a time. Raises RuntimeError where it cannot start."""
+
+    def __init__(self) -> None:
+        self.jobs = 0
+        self.child = subprocess.Popen(
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy's order of terms must not differ from run to run
+        )
+        if self.child.stdout.readline() != "ready\n":
+            self.close()
+            raise RuntimeError(
+                f"The grader process ended with code {self.child.returncode} before its first answer; it needs "
+                f"math-verify in {sys.executable}. Its own message stands above. Try `pip install math-verify`."
+            )
+
+    def judge(self, answer: str, reference: str) -> tuple[str, str]:
+        """Compare two LaTeX answers. Returns (verdict, detail); verdict: correct, wrong, unparsable, timeout, error."""
+        self.jobs += 1
+        try:
+            self.child.stdin.write(json.dumps([answer, reference]) + "\n")
+            self.child.stdin.flush()
+            line = self.child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            verdict, detail = json.loads(line)
+            return verdict, detail
+        code = self.child.wait()
+        if code in (-signal.SIGPROF, -signal.SIGALRM):
+            return "timeout", f"no verdict within {CPU_SECONDS:g} s of CPU time or {WALL_SECONDS:g} s"
+        return "error", f"the grader process ended with code {code}"
+
+    @property
+    def usable(self) -> bool:
+        return self.child.poll() is None and self.jobs < JOBS_PER_PROCESS
+
+    def close(self) -> None:
+        """End the child and reap it; an idle one ends by itself when its input closes."""
+        with contextlib.suppress(BrokenPipeError):
+            self.child.stdin.close()
+        try:
+            self.child.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+        self.child.stdout.close()
+
+
+class GraderPool:
+    """At most `size` grader processes, started when first needed. Thread-safe; a forked copy starts its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.forget()
+        os.register_at_fork(after_in_child=self.forget)
+
+    def forget(self) -> None:
+        """Start anew without touching the processes, which belong to the parent of a fork."""
+        self.idle: list[GraderProcess] = []
+        self.slots = threading.BoundedSemaphore(self.size)
+
+    def judge(self, answer: str, reference: str) -> tuple[str, str]:
+        """As GraderProcess.judge, on whichever process is free."""
+        with self.slots:
+            process = self.idle.pop() if self.idle else GraderProcess()
+            if not process.usable:
+                process.close()
+                process = GraderProcess()
+            try:
+                verdict = process.judge(answer, reference)
+            except BaseException:  # an interrupt between question and answer: the next answer would be the wrong one
+                process.child.kill()
+                process.close()
+                raise
+            if process.usable:
+                self.idle.append(process)
+            else:
+                process.close()
+            return verdict
+
+    def close(self) -> None:
+        while self.idle:
+            self.idle.pop().close()
+
+
+def compare(answer: str, reference: str) -> tuple[str, str]:
+    """Math-Verify's verdict on two LaTeX answers, in this process and without a bound in time."""
+    from math_verify import verify
+
+    expected, given = expressions(reference), expressions(answer)
+    if not expected:
+        return "error", f"the reference {reference!r} is no expression that math-verify can read"
+    if not given:
+        return "unparsable", ""
+    equal = verify(expected, given, timeout_seconds=None, raise_on_error=True)
+    return ("correct" if equal else "wrong"), ""
+
+
+def expressions(answer: str) -> list:
+    """The sympy expressions that Math-Verify reads in an answer; empty where it reads none."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    usual = LatexExtractionConfig()
+    # Math-Verify takes a last ` t` or ` b + c` for a unit and drops it; `\sin t` reads only with its units left alone.
+    unitless = replace(usual, normalization_config=replace(usual.normalization_config, units=False))
+    # Dollars read percent signs; the box holds what contains dollars itself.
+    for form, config in (("$%s$", usual), ("\\boxed{%s}", usual), ("$%s$", unitless)):
+        parsed = parse(form % answer, [config, ExprExtractionConfig()], parsing_timeout=None)
+        if found := [item for item in parsed if not isinstance(item, str)]:
+            return found
+    return []
+
+
+def main() -> None:
+    """Read [answer, reference] lines, write [verdict, detail] lines, until the input closes."""
+    import logging
+    import resource
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)  # meant for the trainer (SLURM signals every process of a step)
+    for signum in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGALRM))
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints must not stand among the verdicts
+    logging.disable()
+    import math_verify  # noqa: F401  the import's time belongs to no comparison
+
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.RLIM_INFINITY))
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
+        try:
+            verdict = compare(*json.loads(line))
+        except Exception as error:
+            verdict = "error", f"{type(error).__name__}: {error}"[:500]
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(verdict), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+r"""Grading: a response's final answer is extracted and compared with the reference (math-verify). Called by otb.tasks.
+
+Equal strings and plain numbers are decided here in microseconds; the rest goes to grader_process.py, which is bounded
+in time. Outcomes and rewards:
+
+  correct          1     equal to the reference
+  wrong            0     a readable answer, not equal
+  unparsable       0     no \boxed{...} or `#### n`, or an answer that is no expression: the policy gave no answer
+  grader_timeout   None  no verdict within the time limit: unscored, never 0
+  grader_error     None  the comparison failed or the reference cannot be read: unscored, never 0
+
+An unscored rollout leaves its group's sums, so no policy gains by an answer that the grader cannot finish.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from functools import lru_cache
+
+from otb.tasks.grader_process import MAX_PROCESSES, GraderPool
+
+MAX_ANSWER_CHARS = 500  # the longest of 9,000 MATH references has 159
+ROUNDING = Fraction(1, 10**5)  # math-verify rounds to 6 decimals; numbers further apart than this differ for it too
+
+_BOX = "\\boxed"
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \\ are tokens of their own, no braces
+_HASHES = re.compile(r"####[ \t]*([-+]?(?:\\?\$)?[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?\\?%?)[ \t]*\.?[ \t]*$", re.MULTILINE)
+_INTEGER = r"\d{1,60}|\d{1,3}(?:,\d{3}){1,20}|\d{1,3}(?: \d{3}){1,20}"
+_DECIMAL = re.compile(rf"([-+]?)({_INTEGER})?(?:\.(\d{{1,60}}))?")
+_FRACTION = re.compile(r"([-+]?)(?:\\frac\{(\d{1,60})\}\{(\d{1,60})\}|\\frac(\d)(\d)|(\d{1,60})/(\d{1,60}))")
+_SEPARATOR = re.compile(r"(?<=\d)(?:,\\!|\{,\})(?=\d{3})|\\[!,;:]")  # 1,\!234 and 1{,}234; the spaces \, \! \; \:
+_VARIANTS = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\textbf{": "\\text{"}
+_NUMBER_AS_TEXT = re.compile(r"\\text\{\(?(\d{1,60})\)?\}")  # AMC and AIME solutions box \textbf{(073)}
+_CURRENCY = re.compile(r"^(-?)\\?\$")
+
+
+class Outcome(StrEnum):
+    CORRECT = "correct"
+    WRONG = "wrong"
+    UNPARSABLE = "unparsable"
+    GRADER_TIMEOUT = "grader_timeout"
+    GRADER_ERROR = "grader_error"
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The outcome of one rollout, the answer it was read from (None: no answer found) and why, where it failed."""
+
+    outcome: Outcome
+    answer: str | None
+    detail: str = ""
+
+    @property
+    def reward(self) -> float | None:
+        """1.0 correct; 0.0 wrong or unparsable; None where the grader, not the policy, failed."""
+        if self.outcome in (Outcome.GRADER_TIMEOUT, Outcome.GRADER_ERROR):
+            return None
+        return float(self.outcome is Outcome.CORRECT)
+
+
+def extract_answer(text: str, marker: str | None = None) -> str | None:
+    r"""The final answer stated in a text, or None.
+
+    The last \boxed{...} whose braces balance; else, where the task asks for a `marker` such as "Answer:", what follows
+    it on the last line that starts with it; else the number of the last line of GSM8K's form `#### 1,234`. Nothing
+    else is an answer. Time is linear in the text, whatever its braces.
+    """
+    end = len(text)
+    while (start := text.rfind(_BOX, 0, end)) >= 0:
+        # An earlier box closes before the next one starts or not at all: it would have to enclose an unclosed one.
+        if (answer := _braced(text, start + len(_BOX), end)) is not None:
+            return answer
+        end = start
+    if marker is not None:
+        lines = re.findall(rf"^[ \t*]*{re.escape(marker)}[ \t*]*(\S.*)$", text, re.MULTILINE)
+        return lines[-1].strip(" \t*") if lines else None
+    numbers = _HASHES.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def _braced(text: str, start: int, end: int) -> str | None:
+    """The inside of the brace pair that opens at `start` (after blanks) and closes before `end`; None if none does."""
+    while start < end and text[start].isspace():
+        start += 1
+    if start >= end or text[start] != "{":
+        return None
+    depth = 0
+    for token in _BRACES.finditer(text, start, end):
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth == 0:
+            return text[start + 1 : token.start()].strip()
+    return None
+
+
+def grade(response_text: str, reference: str, marker: str | None = None) -> Grade:
+    """Grade one response. Works in any thread; see `grade_batch`, which also uses more than one process."""
+    return grade_batch([response_text], [reference], marker)[0]
+
+
+def grade_batch(response_texts: Sequence[str], references: Sequence[str], marker: str | None = None) -> list[Grade]:
+    """Grade responses against references of the same number; equal pairs are compared once.
+
+    Raises ValueError where the numbers differ, RuntimeError where math-verify cannot be started.
+    """
+    answers = [extract_answer(text, marker) for text in response_texts]
+    pairs = list(zip(answers, references, strict=True))
+    grades = {pair: _grade_cheaply(*pair) for pair in pairs}
+    hard = [pair for pair, known in grades.items() if known is None]
+    with ThreadPoolExecutor(max_workers=min(MAX_PROCESSES, 1 + len(hard) // 16)) as threads:
+        grades.update(zip(hard, threads.map(lambda pair: _grade_by_math_verify(*pair), hard), strict=True))
+    return [grades[pair] for pair in pairs]
+
+
+def _grade_cheaply(answer: str | None, reference: str) -> Grade | None:
+    """The grade where strings or plain numbers decide it; None where math-verify has to."""
+    if not answer:
+        return Grade(Outcome.UNPARSABLE, answer, "no final answer in the response")
+    if answer == reference:
+        return Grade(Outcome.CORRECT, answer)
+    if len(answer) > MAX_ANSWER_CHARS:
+        return Grade(Outcome.UNPARSABLE, answer, f"{len(answer)} characters; the limit is {MAX_ANSWER_CHARS}")
+    given, expected = normalised(answer), normalised(reference)
+    if given == expected:
+        return Grade(Outcome.CORRECT, answer)
+    a, b = number(given), number(expected)
+    if a is None or b is None or 0 < abs(a - b) <= ROUNDING:
+        return None
+    return Grade(Outcome.CORRECT if a == b else Outcome.WRONG, answer)
+
+
+@lru_cache(maxsize=8192)  # a group of rollouts repeats its answers, and a timeout should cost its seconds once
+def _grade_by_math_verify(answer: str, reference: str) -> Grade:
+    verdict, detail = _pool.judge(normalised(answer), normalised(reference))
+    outcome = {"timeout": Outcome.GRADER_TIMEOUT, "error": Outcome.GRADER_ERROR}.get(verdict)
+    return Grade(outcome or Outcome(verdict), answer, detail)
+
+
+def normalised(answer: str) -> str:
+    r"""An answer without what carries no value: outer dollars, spacing commands, currency, percent signs, a full stop.
+
+    A percent sign is a unit here: `50\%` equals `50` and not `0.5`, as in MATH, where the question fixes the unit.
+    """
+    plain = _SEPARATOR.sub("", " ".join(answer.split()))
+    for variant, command in _VARIANTS.items():
+        plain = plain.replace(variant, command)
+    plain = plain.removesuffix(".").strip()
+    if len(plain) > 2 and plain.startswith("$") and plain.endswith("$"):
+        plain = plain.strip("$").strip()
+    plain = _CURRENCY.sub(r"\1", plain)
+    if match := _NUMBER_AS_TEXT.fullmatch(plain):
+        plain = match[1]
+    return plain.removesuffix("%").removesuffix("\\").strip() if plain.endswith("%") else plain
+
+
+def number(plain: str) -> Fraction | None:
+    """The value of an integer (thousands by comma or blank), a decimal or a fraction of integers; None for the rest."""
+    if match := _FRACTION.fullmatch(plain):
+        sign, *parts = match.groups()
+        above, below = (int(part) for part in parts if part is not None)
+        return None if below == 0 else Fraction(-above if sign == "-" else above, below)
+    match = _DECIMAL.fullmatch(plain)
+    if match is None or (match[2] is None and match[3] is None):
+        return None
+    whole = re.sub("[, ]", "", match[2] or "0")
+    value = Fraction(f"{whole}.{match[3] or 0}")
+    return -value if match[1] == "-" else value
+
+
+_pool = GraderPool(MAX_PROCESSES)
+atexit.register(_pool.close)

@@ -1,0 +1,1 @@
+"""What several test files share: groups, trainers, commands, a cluster. No test stands here."""

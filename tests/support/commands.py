@@ -1,0 +1,115 @@
+"""The real commands in processes that tests may kill: `experiments/run.py` and `experiments/variance.py`.
+
+They are forked from a server that has imported torch.
+
+The imports cost seconds, and a test that kills a run twenty times would pay them twenty times.
+"""
+
+import ctypes
+import importlib
+import json
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = ["experiments.run", "experiments.train", "experiments.summary", "analysis.learning_curves"]
+PRELOAD += ["experiments.variance", "experiments.laboratory", "tests.support.parity_task", "tests.support.commands"]
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(PRELOAD)
+
+# A run of a few fast steps that passes through everything a run does.
+SHORT_RUN = {
+    "task._target_": "tests.support.parity_task.Parity",
+    "task.train_prompts": 10,  # 4 a step: the third step is in the second epoch
+    "task.eval_prompts": 4,
+    "task.max_completion_length": 6,
+    "prompts_per_step": 4,
+    "group_size": 2,
+    "steps": 6,
+    "evaluation.every": 2,
+    "evaluation.samples": 2,
+    "checkpoint_every": 2,
+    "rollouts.every": 2,
+    "learning_rate": 1e-3,
+}
+
+
+def arguments(runs_dir: Path, **changed) -> list[str]:
+    """Command-line arguments of a short run; `changed` with `__` for a dot; None leaves a key out."""
+    values = SHORT_RUN | {"runs_dir": runs_dir} | {key.replace("__", "."): value for key, value in changed.items()}
+    return [f"{key}={value}" for key, value in values.items() if value is not None]
+
+
+def start(
+    given: list[str], log: Path, limit: int | None = None, script: str = "run", **environment
+) -> multiprocessing.Process:
+    """`experiments/SCRIPT.py` in a process of its own; what it prints goes into `log`.
+
+    limit: the largest file that it may write, in bytes: a full disk. File modes hold for it even where root runs it.
+    """
+    process = context.Process(target=_command, args=(script, given, str(log), limit, environment))
+    process.start()
+    return process
+
+
+def run(given: list[str], log: Path, **options) -> tuple[int, str]:
+    """The command to its end -> exit code and what this call printed."""
+    before = log.stat().st_size if log.exists() else 0
+    process = start(given, log, **options)
+    process.join(120)
+    assert process.exitcode is not None, "the command did not end within two minutes"
+    return process.exitcode, log.read_bytes()[before:].decode()
+
+
+def run_command_line(
+    given: list[str], cwd: Path = ROOT, script: str = "run", **environment
+) -> subprocess.CompletedProcess:
+    """`python experiments/SCRIPT.py ...` as a user types it."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, str(ROOT / "experiments" / f"{script}.py"), *given]
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def _command(script: str, given: list[str], log: str, limit: int | None, environment: dict[str, str]) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    obey_file_modes()
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    importlib.import_module(f"experiments.{script}").command_line(given)
+
+
+def obey_file_modes() -> None:
+    """Drops the capabilities by which root writes where a mode forbids it: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low words, then high words
+    libc.capget(header, sets)
+    for i in range(3):
+        sets[i] &= ~0b110
+    if libc.capset(header, sets):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def the_run(runs_dir: Path) -> Path:
+    """The one run directory below `runs_dir`."""
+    (config,) = Path(runs_dir).glob("*/*/config.yaml")
+    return config.parent
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -1,0 +1,118 @@
+"""One rank of tests/test_distributed.py, started by torchrun: training steps whose groups span both ranks."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from otb import OTBTrainer
+from otb.baselines import declare
+from otb.baselines.energy_probe import EnergyProbe
+from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
+from tests.support.trainers import RecordingTrainer, byte_reward, config, dataset, group_gradients
+
+
+class RankTrainer(RecordingTrainer):
+    """Writes this rank's own rows: w per own token from full logits, reward, and the advantages that OTB gave them."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super(RecordingTrainer, self)._generate_and_score_completions(inputs)
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
+        attention = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
+        mask = output["completion_mask"].bool()
+        with torch.no_grad():
+            model = self.accelerator.unwrap_model(self.model)
+            logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1][:, -mask.shape[1] :]
+        log_probs = logits.log_softmax(-1).gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        w = logit_gradient_proxy(log_probs, log_sum_squared_probs(logits))
+        first = self.accelerator.process_index * len(mask)
+        rows = [
+            {
+                "w": w[i][mask[i]].tolist(),
+                "reward": float(self._rewards_per_function[first + i, 0]),
+                "advantages": output["advantages"][i][mask[i]].tolist(),
+            }
+            for i in range(len(mask))
+        ]
+        Path(os.environ["OTB_TEST_OUT"], f"rank{self.accelerator.process_index}.json").write_text(json.dumps(rows))
+        return output
+
+
+@declare(needs={"hidden_states", "score_norms", "sequence_norms", "prefix_norms"}, per_token=True)
+class KeepingProbe(EnergyProbe):
+    """An energy probe that keeps what this rank handed it and what it knew of all ranks' rollouts."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.kept = []
+
+    def reduce(self, tokens):
+        self.kept.append({"own": tokens.own, "hidden": tokens.hidden_states, "w": tokens.score_norms})
+        rows, totals = super().reduce(tokens)
+        return rows | {"hidden": tokens.hidden_states}, totals
+
+    def update(self, rollouts):
+        super().update(rollouts)
+        names = ("rewards", "lengths", "score_norms", "sequence_norms", "prefix_norms", "reduced", "totals")
+        self.kept.append({name: getattr(rollouts, name) for name in names})
+
+
+def probe(policy: str, output: str) -> None:
+    """Two steps with an energy probe; each rank writes what it saw, its state and its weights."""
+    options = dict(max_steps=2, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
+    trainer = OTBTrainer(
+        AutoModelForCausalLM.from_pretrained(policy),
+        byte_reward,
+        config(output, save_strategy="steps", save_steps=2, **options),
+        dataset(),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+        baseline=KeepingProbe(group_correction=True),
+    )
+    trainer.train()
+    weights = torch.cat([p.detach().flatten() for p in trainer.accelerator.unwrap_model(trainer.model).parameters()])
+    found = {"kept": trainer.baseline.kept, "state": trainer.baseline.state_dict(), "weights": weights}
+    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+
+
+class NoiseTrainer(OTBTrainer):
+    """Writes the gradient of each of this rank's prompt groups, before the weights change."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        file = Path(self.args.output_dir, f"gradients-rank{self.accelerator.process_index}.pt")
+        torch.save(group_gradients(self, output), file)
+        return output
+
+
+def noise(policy: str, output: str) -> None:
+    """One step of two micro-batches a rank, of two groups each."""
+    options = dict(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=4)
+    trainer = NoiseTrainer(
+        AutoModelForCausalLM.from_pretrained(policy),
+        byte_reward,
+        config(output, measure_gradient_noise=True, ddp_find_unused_parameters=False, **options),
+        dataset(),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+    )
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        Path(output, "metrics.json").write_text(json.dumps(trainer.state.log_history[0]))
+
+
+def main(policy: str, output: str) -> None:
+    # 6 rollouts a rank in groups of 4: the second group has two rollouts on either rank
+    options = dict(max_steps=1, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
+    RankTrainer(
+        AutoModelForCausalLM.from_pretrained(policy),
+        byte_reward,
+        config(output, **options),
+        dataset(),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+    ).train()
+
+
+if __name__ == "__main__":
+    {"otb": main, "probe": probe, "noise": noise}[sys.argv[1]](*sys.argv[2:])

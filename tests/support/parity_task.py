@@ -1,0 +1,29 @@
+"""A task for tests of runs: arithmetic prompts, and a reward that has spread under an untrained policy."""
+
+import os
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from otb.tasks.arithmetic import Arithmetic
+
+
+@dataclass(frozen=True)
+class Parity(Arithmetic):
+    """`task._target_=tests.support.parity_task.Parity` on the command line, with the fields of Arithmetic."""
+
+    name: ClassVar[str] = "parity"
+
+    def reward(self, completions: list, **columns) -> list[float]:
+        """1.0 where the sum of the response's characters is odd; infinite where OTB_TEST_INFINITE_REWARD is set.
+
+        OTB_TEST_STEP_SECONDS makes a run slow enough to be disturbed, without work for the processor;
+        OTB_TEST_FAILING_RANK breaks one process of a run while OTB_TEST_FAILING_FILE is there.
+        """
+        time.sleep(float(os.environ.get("OTB_TEST_STEP_SECONDS", 0)))
+        broken = os.path.exists(os.environ.get("OTB_TEST_FAILING_FILE", ""))
+        if broken and os.environ["OTB_TEST_FAILING_RANK"] == os.environ["RANK"]:
+            raise ValueError("the reward of this rank is broken")
+        if "OTB_TEST_INFINITE_REWARD" in os.environ:
+            return [float("inf")] * len(completions)
+        return [float(sum(map(ord, messages[-1]["content"])) % 2) for messages in completions]
