@@ -178,7 +178,7 @@ def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
 def command_line(arguments: list[str]) -> None:
     """`python experiments/run.py ARGUMENTS`. Exits with 2 for what is refused, 130 after Ctrl-C, 1 after a crash."""
     try:
-        sys.argv = [str(Path(__file__)), *settings.accept_open_keys(sweep_arguments(arguments, settings.EXEMPT))]
+        sys.argv = [str(Path(__file__)), *settings.accept_open_keys(sweep_arguments(arguments))]
         settings.refuse_unknown_choices(sys.argv[1:])
         main()
     except RunError as error:

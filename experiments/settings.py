@@ -32,23 +32,11 @@ from omegaconf import DictConfig, OmegaConf
 from otb import baselines
 from otb.errors import RunError
 from otb.options import NEUTRAL_SAMPLING, refuse_options
+from otb.records import WHERE_AND_HOW, is_one_of
 from otb.sandbox import Sandbox, SandboxFailure
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "experiment")
-# Keys that say where and how a run is made, not what is computed; `steps` because more of them continue a run.
-EXEMPT = (
-    "runs_dir",
-    "overwrite",
-    "steps",
-    "checkpoint_every",
-    "rollouts",
-    "max_prompt_length",
-    "sandbox.workers",
-    "trainer.report_to",
-    "trainer.run_name",
-    "trainer.use_cpu",
-)
 DTYPES = ("float32", "bfloat16")  # float16 weights cannot be trained: their gradients cannot be unscaled
 TRACKERS = ("tensorboard", "wandb", "trackio")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")  # TRL refuses at its first step
@@ -437,7 +425,7 @@ def run_path(cfg: DictConfig, overrides: list[str], choices: dict[str, str]) -> 
     extra = []
     for override in sorted(override.lstrip("+") for override in overrides):
         key = override.split("=", 1)[0]
-        if key not in named and not any(key == exempt or key.startswith(exempt + ".") for exempt in EXEMPT):
+        if key not in named and not is_one_of(key, WHERE_AND_HOW):
             extra.append(override)
     suffix = "".join("-" + re.sub(r"[^\w=.,+-]+", "_", override).strip("_") for override in extra)
     if len(suffix) > 120:  # file systems end at 255 bytes; the digest keeps long names apart
@@ -463,11 +451,7 @@ def identity(config: dict) -> dict[str, object]:
             flat[prefix] = node
 
     walk("", config)
-    return {
-        key: value
-        for key, value in flat.items()
-        if not any(key == exempt or key.startswith(exempt + ".") for exempt in EXEMPT)
-    }
+    return {key: value for key, value in flat.items() if not is_one_of(key, WHERE_AND_HOW)}
 
 
 def difference(old: dict, new: dict) -> list[str]:

@@ -108,10 +108,29 @@ EVALUATION_METRICS = {
     "own_tokens_total": Metric("tokens", "own tokens of training before this evaluation"),
     "seconds": Metric("s", "wall time of the evaluation"),
 }
+# Configuration keys that say only where and how a run is made, not what is computed; `steps` because more of them
+# continue a run. They name no other run directory (experiments/) and make no other setting (analysis/).
+WHERE_AND_HOW = (
+    "runs_dir",
+    "overwrite",
+    "steps",
+    "checkpoint_every",
+    "rollouts",
+    "max_prompt_length",
+    "sandbox.workers",
+    "trainer.report_to",
+    "trainer.run_name",
+    "trainer.use_cpu",
+)
 # What differs between two runs of one configuration; everything else is equal, bit for bit, on one CPU.
 TIME_AND_MEMORY = frozenset(
     name for name in METRICS if name.startswith("seconds_") or name in ("peak_memory_bytes", "tool_seconds")
 ) | {"seconds"}
+
+
+def is_one_of(key: str, names: tuple[str, ...]) -> bool:
+    """Tells whether a dotted configuration key is one of `names`, or lies below one of them."""
+    return any(key == name or key.startswith(name + ".") for name in names)
 
 
 def metric_table() -> str:

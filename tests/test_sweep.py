@@ -14,7 +14,6 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from experiments.run_lock import machine
-from experiments.settings import EXEMPT
 from experiments.sweeps.jobs import Job, load_jobs, may_restart, reason_in, sweep_arguments
 from experiments.sweeps.plan import Composer
 from experiments.sweeps.snapshot import take_snapshot
@@ -25,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def folder(*arguments: str) -> str:
-    (found,) = (word for word in sweep_arguments(["-m", *arguments], EXEMPT) if word.startswith("hydra.sweep.dir="))
+    (found,) = (word for word in sweep_arguments(["-m", *arguments]) if word.startswith("hydra.sweep.dir="))
     return found.removeprefix("hydra.sweep.dir=")
 
 
@@ -41,9 +40,9 @@ def test_the_same_command_names_the_same_sweep_wherever_and_however_it_is_launch
 def test_a_sweep_can_be_given_a_name_and_single_runs_have_none():
     assert folder("seed=0,1", "sweep=pilot") == "${runs_dir}/pilot"
     assert folder("seed=0,1", "hydra.sweep.dir=x") == "x"
-    assert sweep_arguments(["seed=0"], EXEMPT) == ["seed=0"]
+    assert sweep_arguments(["seed=0"]) == ["seed=0"]
     with pytest.raises(RunError, match="hydra/launcher=slurm belongs to a sweep. Add -m"):
-        sweep_arguments(["seed=0", "hydra/launcher=slurm"], EXEMPT)
+        sweep_arguments(["seed=0", "hydra/launcher=slurm"])
 
 
 @pytest.mark.parametrize(

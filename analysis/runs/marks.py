@@ -12,12 +12,11 @@ import re
 import pandas as pd
 
 from analysis.arms import label
+from otb.records import WHERE_AND_HOW, is_one_of
 
 AXES = ("baseline", "group_size", "seed")
 # What changes neither the policy nor what is measured of it. Runs of different `steps` share a setting and are marked.
-NO_SETTING = ("runs_dir", "overwrite", "steps", "checkpoint_every", "rollouts", "log_energy", "deterministic", "hydra")
-NO_SETTING += ("measure_gradient_noise",)
-NO_SETTING += ("group_size", "seed", "baseline", "trainer.report_to", "trainer.run_name", "trainer.use_cpu")
+NO_SETTING = (*WHERE_AND_HOW, *AXES, "deterministic", "hydra", "log_energy", "measure_gradient_noise")
 FACTS = ("run", "kind", "outcome", "error", "last_step", "version", "libraries", "commit", "device", "damaged_lines")
 MARKS = ("arm", "setting", "left_out", "marks")
 SHIPPED_ARGUMENTS = {  # arguments of conf/baseline/NAME.yaml that the bare name stands for
@@ -53,7 +52,7 @@ def arm_name(run: dict) -> str:
 def setting_keys(runs: pd.DataFrame) -> list[str]:
     """The configuration columns that a setting consists of."""
     keys = [column for column in runs.columns if column not in (*FACTS, *MARKS, *AXES)]
-    return [key for key in keys if not any(key == name or key.startswith(name + ".") for name in NO_SETTING)]
+    return [key for key in keys if not is_one_of(key, NO_SETTING)]
 
 
 def describe_runs(runs: pd.DataFrame, include: tuple[str, ...]) -> tuple[pd.DataFrame, list[str]]:

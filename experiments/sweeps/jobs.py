@@ -20,7 +20,7 @@ from pathlib import Path
 
 from experiments.warning_signal import EXIT_CODE
 from otb.errors import RunError
-from otb.records import RunDirectory, write_atomically
+from otb.records import WHERE_AND_HOW, RunDirectory, is_one_of, write_atomically
 
 INTERRUPTED = EXIT_CODE  # of experiments/run.py: start it again
 
@@ -94,11 +94,11 @@ class JobFile:
         self.job.save(self.folder)
 
 
-def sweep_arguments(arguments: list[str], exempt: tuple[str, ...]) -> list[str]:
+def sweep_arguments(arguments: list[str]) -> list[str]:
     """The command line of a sweep as Hydra takes it: `sweep=NAME`, `wait=BOOL`, and a folder that does not change.
 
-    Without a name it follows from the command, so that the same command finds its jobs again. exempt: keys that say
-    where and how runs are made; they name no other sweep, nor does anything about the launcher. Raises RunError.
+    Without a name it follows from the command, so that the same command finds its jobs again. Keys that
+    say only where and how runs are made name no other sweep, nor does anything about the launcher. Raises RunError.
     """
     if not {"-m", "--multirun"} & set(arguments):
         for argument in arguments:
@@ -115,7 +115,7 @@ def sweep_arguments(arguments: list[str], exempt: tuple[str, ...]) -> list[str]:
         named = named or key in ("sweep", "hydra.sweep.dir")
         given.append(argument)
         launching = re.match(r"hydra(/launcher|\.launcher|\.sweep\b)|wait$|sweep$", key)
-        if not launching and not any(key == one or key.startswith(one + ".") for one in exempt):
+        if not launching and not is_one_of(key, WHERE_AND_HOW):
             content.append(argument)
     if not named:
         digest = hashlib.sha256("\n".join(sorted({*content} - {"-m", "--multirun"})).encode()).hexdigest()[:8]
