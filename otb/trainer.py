@@ -27,8 +27,8 @@ from trl.trainer.utils import add_fused_lm_head
 from otb import baselines, exact_norms
 from otb.advantages import advantages as advantages_of
 from otb.baselines.otb import otb
-from otb.gradient_noise import BackwardNorms, noise_and_signal, whole_groups
-from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, verl_noise
+from otb.gradient_noise import GradientNoise
+from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
 from otb.options import Batches, refuse_broken_groups, refuse_generation, refuse_options
 from otb.rollouts import OwnTokens, RolloutGroups, TokenStates
 from otb.score_norms import logit_gradient_proxy
@@ -91,27 +91,25 @@ class OTBTrainer(GRPOTrainer):
     def __init__(self, model, reward_funcs=None, args=None, *positional, baseline: Callable = otb, **kwargs):
         self.baseline = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self._needs = baselines.needs_of(baseline)
-        self._measures_noise = getattr(args, "measure_gradient_noise", False)
-        wants_energy = self._measures_noise or getattr(args, "log_energy", False)
-        self._needs_score_norms = "score_norms" in self._needs or wants_energy
+        self._noise = GradientNoise() if getattr(args, "measure_gradient_noise", False) else None
+        logs_energy = self._noise is not None or getattr(args, "log_energy", False)
+        self._needs_score_norms = "score_norms" in self._needs or logs_energy
         if args is not None:
             refuse_options(args, baseline, self._needs_score_norms or baselines.needs_scores(baseline))
-            if self._measures_noise:
+            if self._noise:
                 refuse_micro_batches(args)
         self._scoring = False  # inside a training batch whose no-grad passes should return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
         self._rewards_per_function: Tensor | None = None
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         self._seconds: dict[str, float] = {}
-        self._backward_norms: BackwardNorms | None = None  # from the first step on, where gradient noise is measured
-        self._micro_batches: list[Tensor] = []  # squared gradient norms since the last optimizer step
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
             refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
         if self._needs & EXACT_NORMS:
             exact_norms.trainable(self.model)  # too many parameters are refused before the first rollout
             self._refuse_sharding(f"{baselines.name_of(baseline)} needs exact norms", "a baseline with the proxy")
-        if self._measures_noise:
+        if self._noise:
             self._refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
 
     def _refuse_sharding(self, what: str, instead: str) -> None:
@@ -153,10 +151,8 @@ class OTBTrainer(GRPOTrainer):
                 "that need one per rollout were not refused. Declare it: @declare(per_token=True)."
             )
         output["advantages"] = packed[:, 0] if per_rollout else own.unpack(packed[:, : own.width])
-        if self._measures_noise:
-            if "pixel_values" in output:
-                raise ValueError("measure_gradient_noise=True keeps prompt groups whole, which images do not allow.")
-            output["row"] = torch.arange(len(own.mask), device=own.mask.device)  # undoes TRL's shuffle
+        if self._noise:
+            self._noise.number_rows(output)
         self._log_rollouts(rollouts, baseline, advantages, output)
         if baselines.carries_state(self.baseline):
             self.baseline.update(rollouts)
@@ -353,49 +349,30 @@ class OTBTrainer(GRPOTrainer):
     # ---- gradient noise, from micro-batches of whole prompt groups
 
     def _prepare_inputs(self, generation_batch):
-        """TRL shuffles the rows of a generation before it cuts micro-batches: here they are put back in their order.
-
-        A group's baseline is made of its own rollouts, so that micro-batches which share a group are not independent.
-        """
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if not self._measures_noise or not self.model.training:
-            return inputs
-        self._backward_norms.start(self.accelerator.device)
-        if self._buffered_inputs is before:
-            return inputs
-        order = torch.cat([batch.pop("row") for batch in self._buffered_inputs])
-        self._buffered_inputs = whole_groups(self._buffered_inputs, order)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        if self._noise and self.model.training:
+            if self._buffered_inputs is not before:  # new rollouts, which TRL shuffled and cut into micro-batches
+                self._buffered_inputs = self._noise.regroup(self._buffered_inputs)
+                inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+            self._noise.start(self.accelerator.unwrap_model(self.model), self.accelerator.device)
+        return inputs
 
     def training_step(self, *args, **kwargs):
-        if self._measures_noise and self._backward_norms is None:
-            self._backward_norms = BackwardNorms(self.accelerator.unwrap_model(self.model).parameters())
         loss = super().training_step(*args, **kwargs)
-        if self._measures_noise:
-            self._micro_batches.append(self._backward_norms.take())
+        if self._noise:
+            self._noise.after_micro_batch()
         return loss
 
     def _get_grad_norm(self, *args, **kwargs):
-        """Asked once per optimizer step, before it: the norm of the gradient of all processes, before clipping."""
+        """Returns the norm of the gradient of all processes before clipping; asked once, before an optimizer step."""
         norm = super()._get_grad_norm(*args, **kwargs)
-        if self._measures_noise:
-            self._log_gradient_noise(float(norm))
+        if self._noise:
+            metrics, rollouts = self._metrics["train"], self.args.per_device_train_batch_size
+            verl_power = metrics["verl_power"][-1] if "verl_power" in metrics else None
+            gather = self.accelerator.gather
+            self._log(self._noise.measured(float(norm), rollouts, self.num_generations, verl_power, gather))
         return norm
-
-    def _log_gradient_noise(self, norm: float) -> None:
-        squares, self._micro_batches = torch.stack(self._micro_batches), []
-        count = len(squares)  # the loss of a micro-batch is divided by it: `squares` are of gradients / count
-        squares = self.accelerator.gather(squares)
-        rows, groups = self.args.per_device_train_batch_size, self.num_generations
-        noise, signal = noise_and_signal(
-            float(squares.mean()) * count**2, norm**2, rows // groups, len(squares) * rows // groups
-        )
-        measured = {"gradient_noise": noise, "gradient_signal": signal}
-        if "verl_power" in self._metrics["train"]:
-            measured["verl_noise"] = verl_noise(self._metrics["train"]["verl_power"][-1], norm, len(squares) * rows)
-        for name, value in measured.items():
-            self._metrics["train"][name].append(value)
 
     # ---- what is logged
 
@@ -409,13 +386,17 @@ class OTBTrainer(GRPOTrainer):
             metrics["tool_tokens"] = int((all_tokens - own_tokens).sum())
         if len(self.reward_funcs) > 1 or self.reward_weights[0] != 1:
             metrics.pop("accuracy", None)  # a weighted sum is no grade
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+        self._log(metrics)
         # TRL's completions table would show the advantages of its own baseline: show the mean of those in use.
         counts = rollouts.lengths.flatten().clamp(min=1) if advantages.shape[-1] > 1 else 1
         for _ in range(rollouts.rewards.numel()):
             self._logs["advantages"].pop()
         self._logs["advantages"].extend((advantages.flatten(0, 1).sum(-1) / counts).tolist())
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        """Hands metrics of the step to TRL, which logs their mean over the passes since the last log."""
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
 
     def _add_seconds(self, part: str, started: float) -> None:
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - started
