@@ -1,9 +1,10 @@
 """ToolTrainer: rollouts that call Python, by TRL's own tool loop with what it lacks. Without tools it is an OTBTrainer.
 
-TRL's loop alternates: sample a turn of all unfinished rollouts, run their calls one after another, append the replies.
-Three of its methods are extended and none is copied: `_generate` follows every rollout from its prompt to its end,
-`_generate_single_turn` keeps a turn inside the token budget and runs its programs side by side, `_get_tool_suffix_ids`
-makes a reply harmless and short enough. docs/tools.md lists each guard and what TRL does without it.
+TRL's `_tool_call_loop` alternates: it samples a turn of all unfinished rollouts, runs their calls one after another and
+appends the replies. Three of its methods are extended and none is copied: `_generate` follows every rollout from its
+prompt to its end, `_generate_single_turn` keeps a turn inside the token budget and runs its programs side by side,
+`_get_tool_suffix_ids` makes a reply harmless and short enough. otb/trainer.py shows where they stand in a step,
+docs/tools.md lists each guard and what TRL does without it, otb/seams.py every private name of TRL that this relies on.
 """
 
 from __future__ import annotations

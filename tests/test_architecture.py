@@ -82,12 +82,6 @@ def test_laboratory_reads_the_mathematics_and_samples_by_the_trainer_alone():
         assert outside <= (sampling if path.name == "sampling.py" else mathematics), path.name
 
 
-def test_only_the_trainers_touch_the_inside_of_trl():
-    for path in (ROOT / "otb").rglob("*.py"):
-        if path.name not in ("trainer.py", "tool_calls.py"):
-            assert "from trl" not in path.read_text(), path.name
-
-
 def test_slurm_builds_on_the_light_half_of_the_experiments():
     """Whatever imports torch stays out of the submitting side and of the process that watches over a job."""
     named = ("experiments.summary", "experiments.run_lock", "experiments.warning_signal", "otb.errors", "otb.records")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -141,12 +142,15 @@ def load_model(folder: str, revision: str | None, dtype: str) -> PreTrainedModel
 
 
 def model_facts(folder: str, revision: str | None) -> dict[str, str | dict | None]:
-    """For environment.json: name and commit of a hub model, or name and content hashes of a folder's weights."""
+    """Returns what environment.json says of the model: name and commit of a hub model, or hashes of a folder's weights.
+
+    The commit is that of the cached files, which `describe_policy` has loaded before.
+    """
     if Path(folder).is_dir():
         files = sorted(file for pattern in WEIGHT_FILES for file in Path(folder).glob(pattern))
         return {"model": folder, "model_sha256": {file.name: _sha256(file) for file in files}}
-    config = AutoConfig.from_pretrained(folder, revision=revision)
-    return {"model": folder, "model_revision": getattr(config, "_commit_hash", None) or revision}
+    config = try_to_load_from_cache(folder, "config.json", revision=revision)  # .../snapshots/COMMIT/config.json
+    return {"model": folder, "model_revision": Path(config).parent.name if isinstance(config, str) else revision}
 
 
 def _sha256(file: Path) -> str:

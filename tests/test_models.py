@@ -1,0 +1,28 @@
+"""What a run records of its model."""
+
+import hashlib
+
+from huggingface_hub import constants
+
+from otb.policies.models import model_facts
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_hub_model_is_recorded_with_the_commit_of_the_cached_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--someone--model"
+    (cached / "snapshots" / COMMIT).mkdir(parents=True)
+    (cached / "snapshots" / COMMIT / "config.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(COMMIT)
+    assert model_facts("someone/model", None) == {"model": "someone/model", "model_revision": COMMIT}
+    assert model_facts("someone/model", COMMIT)["model_revision"] == COMMIT
+    assert model_facts("someone/other", "v1")["model_revision"] == "v1"  # not cached: what was asked for
+
+
+def test_folder_is_recorded_with_hashes_of_its_weights(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    digest = hashlib.sha256(b"weights").hexdigest()
+    assert model_facts(str(tmp_path), None) == {"model": str(tmp_path), "model_sha256": {"model.safetensors": digest}}
