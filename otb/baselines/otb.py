@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(needs={"score_norms"}, per_token=True)
+@declare(needs={"score_norms"}, per_token=True, unbiased=False)
 def otb(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero", eps: float = 1e-8) -> Tensor:
     """score_norms (P, G, T) -> baseline (P, 1, T). With one rollout a group there is no baseline: 0.
 
