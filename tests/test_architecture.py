@@ -1,4 +1,4 @@
-"""Who may import whom, and what may not import torch: the table of CONTRIBUTING, enforced."""
+"""Who may import whom, and what may not import torch: the house of README, enforced."""
 
 import ast
 import re
