@@ -29,7 +29,7 @@ from otb.advantages import advantages as advantages_of
 from otb.baselines.otb import otb
 from otb.gradient_noise import BackwardNorms, noise_and_signal, whole_groups
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, verl_noise
-from otb.options import refuse_generation, refuse_options
+from otb.options import Batches, refuse_broken_groups, refuse_generation, refuse_options
 from otb.rollouts import OwnTokens, RolloutGroups, TokenStates
 from otb.score_norms import logit_gradient_proxy
 
@@ -459,16 +459,16 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
 
 def refuse_micro_batches(args: GRPOConfig) -> None:
     """Raises ValueError where a step has no two micro-batches of whole prompt groups to measure gradient noise on."""
-    rows, group_size = args.per_device_train_batch_size, args.num_generations
-    micro_batches = args.gradient_accumulation_steps * args.world_size
     if args.fp16:
         raise ValueError("measure_gradient_noise=True reads gradients, which fp16=True scales. Use bf16=True.")
-    if micro_batches < 2 or rows % group_size:
-        raise ValueError(
-            f"measure_gradient_noise=True compares micro-batches of whole prompt groups; a step has {micro_batches} of "
-            f"{rows} rollouts in groups of {group_size}. Set per_device_train_batch_size to a multiple of "
-            "num_generations and gradient_accumulation_steps to 2 or more."
-        )
+    forward, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    refuse_broken_groups(
+        Batches(forward * accumulation, forward, accumulation),
+        args.num_generations,
+        args.world_size,
+        fix="Set per_device_train_batch_size to a multiple of num_generations and gradient_accumulation_steps to 2 or "
+        "more.",
+    )
 
 
 def prompts_with_responses(output: dict) -> tuple[Tensor, Tensor]:
