@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from experiments import settings
+from experiments.checks import check
 from hydra_plugins.otb_launchers import Sweeper
 from tests.support.commands import ROOT
 
@@ -71,7 +71,7 @@ def test_every_run_of_a_recipe_would_start(recipe):
     processes = 8 if recipe.startswith("paper_") else 1  # their commands name slurm_8gpu
     runs = runs_of(cfg)
     for overrides in runs:
-        settings.check(composed(f"experiment={recipe}", *overrides), processes)
+        check(composed(f"experiment={recipe}", *overrides), processes)
     stated = re.search(r"(\d+) runs", RECIPES[recipe].read_text())
     assert stated is None or int(stated[1]) == len(runs)
 
