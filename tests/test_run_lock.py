@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from experiments import run_lock
-from experiments.run_lock import STALE_SECONDS, RunLock, machine, read_lock
+from experiments.run_lock import DEAD_AFTER_SECONDS, RunLock, machine, read_lock, restarts
 from otb.errors import RunError
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
@@ -54,10 +54,10 @@ def test_lock_of_a_recycled_process_id_is_taken_over(tmp_path):
 
 
 def test_lock_of_another_host_is_decided_by_its_heartbeat(tmp_path):
-    lock_of(tmp_path, pid=os.getpid(), heartbeat_age=STALE_SECONDS / 10)
+    lock_of(tmp_path, pid=os.getpid(), heartbeat_age=DEAD_AFTER_SECONDS / 10)
     with pytest.raises(RunError, match="on node7"), RunLock(tmp_path):
         pass
-    lock_of(tmp_path, heartbeat_age=STALE_SECONDS * 10)
+    lock_of(tmp_path, heartbeat_age=DEAD_AFTER_SECONDS * 10)
     with RunLock(tmp_path) as lock:
         assert lock.held()
 
@@ -78,6 +78,18 @@ def test_lock_of_a_requeued_jobs_earlier_start_is_taken_over_at_once(tmp_path, m
     lock_of(tmp_path, job="42", job_restarts=1)  # another task of this very start
     with pytest.raises(RunError, match="on node7"), RunLock(tmp_path):
         pass
+
+
+def test_restarts_are_those_that_a_launcher_counted_or_else_slurm(monkeypatch):
+    monkeypatch.delenv("OTB_RESTARTS", raising=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert restarts() == 0
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert restarts() == 1
+    monkeypatch.setenv("OTB_RESTARTS", "0")  # the first start of a run in a job that had been requeued for others
+    assert restarts() == 0
+    monkeypatch.setenv("OTB_RESTARTS", "3")
+    assert restarts() == 3
 
 
 def test_damaged_lock_is_taken_over(tmp_path):
@@ -121,7 +133,7 @@ def test_of_many_processes_that_find_a_dead_lock_one_takes_it(tmp_path):
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        lock_of(folder, heartbeat_age=2 * STALE_SECONDS)
+        lock_of(folder, heartbeat_age=2 * DEAD_AFTER_SECONDS)
         gate, results, everyone_tried = context.Barrier(8), context.Queue(), context.Event()
         processes = [context.Process(target=hold, args=(folder, gate, results, everyone_tried)) for _ in range(8)]
         for process in processes:

@@ -136,7 +136,7 @@ def test_a_process_whose_lock_was_taken_over_stops_before_its_next_row(policy, t
 
 
 def test_trackers_are_told_the_run_they_belong_to_and_no_others_are(monkeypatch, tmp_path):
-    from experiments.train import name_trackers, run_name
+    from experiments.trackers import prepare, run_name
 
     names = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR", "TENSORBOARD_LOGGING_DIR")
     for name in names:
@@ -145,12 +145,12 @@ def test_trackers_are_told_the_run_they_belong_to_and_no_others_are(monkeypatch,
         monkeypatch.delenv(name)
     directory = RunDirectory(tmp_path / "arithmetic-tiny" / "otb-n4-seed0")
     directory.path.mkdir(parents=True)
-    name_trackers([], directory)
+    prepare([], directory)
     assert not set(names) & os.environ.keys() and not list(directory.path.iterdir())
-    name_trackers(["wandb"], directory)
+    prepare(["wandb"], directory)
     assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]) == (directory.run_id(), "allow")
     assert os.environ["WANDB_DIR"] == str(directory.path) and "TENSORBOARD_LOGGING_DIR" not in os.environ
-    name_trackers(["tensorboard"], directory)
+    prepare(["tensorboard"], directory)
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(directory.path / "tensorboard")
     assert run_name(["wandb"], directory) == "arithmetic-tiny/otb-n4-seed0"
     assert run_name(["trackio"], directory) == f"arithmetic-tiny/otb-n4-seed0-{directory.run_id()}"

@@ -82,7 +82,7 @@ def status(run: Path, state: str, step: int = 3, **facts) -> None:
     (run / "status.json").write_text(json.dumps({"state": state, "step": step, "steps": 6} | facts))
 
 
-RUNNING, PENDING = Queued("71_0", "70", "RUNNING"), Queued("71_0", "70", "PENDING", "Resources")
+RUNNING, PENDING = Queued("71_0", "RUNNING"), Queued("71_0", "PENDING", "Resources")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from experiments.warning_signal import EXIT_CODE
+from otb.errors import TRY_AGAIN
 from otb.records import RunDirectory
 from tests.support import commands
 from tests.support.commands import arguments, the_run, without_times
@@ -26,7 +26,7 @@ def test_a_warned_run_stops_at_a_checkpoint_and_goes_on_without_loss(policy, tmp
     commands.join(process)
     run = RunDirectory(the_run(tmp_path / "warned"))
     (reached,) = run.checkpoint_steps()
-    assert process.exitcode == EXIT_CODE and f"checkpoint written at step {reached}; the same" in log.read_text()
+    assert process.exitcode == TRY_AGAIN and f"checkpoint written at step {reached}; the same" in log.read_text()
     assert 0 < reached < 6 and reached % changed.get("trainer__num_iterations", 1) == 0
     assert (run.status()["state"], run.status()["step"]) == ("interrupted", reached)
     assert not (run.path / "lock.json").exists()
