@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(needs={"score_norms"}, per_token=True)
+@declare(needs={"score_norms"}, per_token=True, unbiased=False)
 def otb(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero", eps: float = 1e-8) -> Tensor:
     """Energy-weighted mean of the group's returns at each token. score_norms (P, G, T) -> baseline (P, 1, T).
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(needs={"prefix_norms"}, per_token=True)
+@declare(needs={"prefix_norms"}, per_token=True, unbiased=False)
 def otb_exact(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero", eps: float = 1e-8) -> Tensor:
     """Mean of the group's returns, weighted by exact norms. prefix_norms (P, G, T) -> baseline (P, 1, T).
 
