@@ -137,8 +137,10 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "create_model_card()", "replaced by nothing"),
         Seam(GRPO, "_tokenizer", "decodes the samples that are kept"),
     ),
-    "experiments/settings.py": (
+    "experiments/command_line.py": (
         Seam("hydra._internal.utils", "get_args_parser()", "tells overrides from Hydra's own options"),
+    ),
+    "experiments/fields.py": (
         Seam("trl.trainer.grpo_config", "GRPOConfig", "its fields are read from the source, without importing torch"),
         Seam("trl.trainer.base_config", "_BaseConfig", "its fields are read from the source"),
         Seam("transformers.training_args", "TrainingArguments", "its fields are read from the source"),
