@@ -2,8 +2,8 @@
 
     python -m otb.prefetch --dataset openai/gsm8k --config main --model Qwen/Qwen2.5-7B
 
-Afterwards HF_HUB_OFFLINE=1 with the same HF_HOME finds them. `hf download` is not enough: offline, `datasets` finds only
-what it has prepared itself. And of a model it takes the weights in every format that there is.
+Afterwards HF_HUB_OFFLINE=1 with the same HF_HOME finds them. `hf download` is not enough: offline, `datasets` finds
+only what it has prepared itself. And of a model it takes the weights in every format that there is.
 """
 
 from __future__ import annotations
