@@ -116,9 +116,11 @@ def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
 
 
 class Measurements:
-    """Files of measured prompts. judged: with exact scores; fit: others, for baselines that learn; bounds: the oracle.
+    """Makes the files of measured prompts. One bears its final name when it is whole: a killed command goes on.
 
-    A file bears its final name when it is whole, so that a killed run goes on with what is missing.
+    judged: files of the prompts with exact scores, on which estimators are compared.
+    fit: files of other prompts, for baselines that learn.
+    bounds: the oracle's file of each judged prompt, None where it has none.
     """
 
     def __init__(self, cfg: DictConfig, inputs: Inputs, load: Callable, folder: Path, pool, steps: Steps):

@@ -13,8 +13,8 @@ from tests.support.commands import ROOT
 CHOICES = {"task": "arithmetic", "model": "tiny", "baseline": "otb"}
 
 
-def path(runs_dir, *overrides: str):
-    cfg = OmegaConf.create({"runs_dir": str(runs_dir), "group_size": 4, "seed": 0})
+def path(runs_dir, *overrides: str, overwrite: bool = False):
+    cfg = OmegaConf.create({"runs_dir": str(runs_dir), "group_size": 4, "seed": 0, "overwrite": overwrite})
     return run_path(cfg, list(overrides), CHOICES)
 
 
@@ -91,6 +91,10 @@ def test_a_run_under_the_long_name_that_earlier_versions_gave_it_is_found_again(
     assert path(tmp_path, *command) == new  # an empty folder is no run
     (former / "config.yaml").touch()
     assert path(tmp_path, *command) == former
+    assert path(tmp_path, *command, overwrite=True) == new
+    new.mkdir()
+    (new / "config.yaml").touch()
+    assert path(tmp_path, *command) == new  # it was started anew
     longer = [*command, *(f"trainer.option_number_{i}=1" for i in range(9))]
     cut = f"{former.name}-trainer.option_number_0=1-trainer.option_num-c63bdaed14"
     (folder / cut).mkdir()
