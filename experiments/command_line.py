@@ -60,8 +60,9 @@ def run_hydra(main: Callable[[], None], script: str, arguments: list[str], confi
 
 
 def accept_open_keys(arguments: list[str]) -> list[str]:
-    """`trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`: `check` knows the target's keys and suggests a near miss.
+    """Returns the arguments as Hydra takes them.
 
+    `trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`, as checks.py knows the target's keys and suggests a near miss.
     `-m` may stand anywhere; Hydra reads it only before or after all the others.
     """
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
@@ -105,6 +106,6 @@ def _refuse_unknown_values(group: str, override: Override) -> None:
 
 
 def near_miss(value: str, choices) -> str:
-    """' Did you mean X?' for the closest choice, or ''."""
+    """Returns " Did you mean X?" for the closest choice, "" where none is close."""
     close = difflib.get_close_matches(str(value), list(choices), n=1)
     return f" Did you mean {close[0]}?" if close else ""

@@ -27,10 +27,11 @@ def run_path(cfg: DictConfig, overrides: list[str], choices: dict[str, str]) -> 
     """
     folder = Path(cfg.runs_dir).expanduser() / f"{choices['task']}-{choices['model']}"
     identifying = identifying_overrides(overrides)
+    path = folder / (short_name(cfg, choices) + suffix(identifying))
     former = folder / (short_name(cfg, choices) + former_suffix(identifying))
-    if (former / "config.yaml").exists():  # made before values were shortened: the same command goes on there
-        return former
-    return folder / (short_name(cfg, choices) + suffix(identifying))
+    if not cfg.overwrite and not (path / "config.yaml").exists() and (former / "config.yaml").exists():
+        return former  # made before values were shortened: the same command goes on there
+    return path
 
 
 def short_name(cfg: DictConfig, choices: dict[str, str]) -> str:

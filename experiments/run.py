@@ -82,26 +82,33 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
     with RunLock(path) if is_main else nullcontext() as lock:
         if is_main:
             prepare(directory, cfg)
-        from experiments.progress import Progress
-
-        with Progress(cfg.steps, name=name, quiet=not is_main) as progress:
-            try:
-                with opened_sandbox(cfg) as sandbox:
-                    from experiments.train import train  # torch, transformers and trl: seconds, so only now
-
-                    train(cfg, directory, lock, command, progress, sandbox)
-            except Interrupted:
-                if is_main and lock.held():
-                    directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps)
-                raise
-            except BaseException as error:
-                if is_main and lock.held():
-                    note_failure(directory, cfg.steps, error)
-                if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
-                    raise unwritable(Path(error.filename or path), error) from error
-                raise
+        train_locked(cfg, directory, lock, command, name)
         if is_main:
             report(directory, cfg.steps, with_table=name is None)
+
+
+def train_locked(
+    cfg: DictConfig, directory: RunDirectory, lock: RunLock | None, command: list[str], name: str | None
+) -> None:
+    """Trains to the end, or notes in status.json why it did not. lock: None in all processes but the first."""
+    from experiments.progress import Progress
+
+    with Progress(cfg.steps, name=name, quiet=lock is None) as progress:
+        try:
+            with opened_sandbox(cfg) as sandbox:
+                from experiments.train import train  # torch, transformers and trl: seconds, so only now
+
+                train(cfg, directory, lock, command, progress, sandbox)
+        except Interrupted:
+            if lock is not None and lock.held():
+                directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps)
+            raise
+        except BaseException as error:
+            if lock is not None and lock.held():
+                note_failure(directory, cfg.steps, error)
+            if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
+                raise unwritable(Path(error.filename or directory.path), error) from error
+            raise
 
 
 def starts_anew(cfg: DictConfig, directory: RunDirectory) -> bool:

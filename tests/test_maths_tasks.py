@@ -373,7 +373,7 @@ def hub(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     return fetched
 
 
@@ -400,7 +400,7 @@ def test_prefetch_reports_what_it_could_not_fetch_and_goes_on(hub, capsys):
 def test_prefetch_is_refused_offline(hub, monkeypatch, capsys):
     from experiments.prefetch import main
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["--model", "a/b"]) == 1
     assert hub == [] and "HF_HUB_OFFLINE=0" in capsys.readouterr().err
 
