@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ["experiments.run", "experiments.train", "experiments.summary", "analysis.learning_curves"]
+PRELOAD = ["experiments.run", "experiments.train", "experiments.summary", "analysis.run_picture"]
 PRELOAD += ["experiments.variance", "experiments.laboratory", "tests.support.parity_task", "tests.support.commands"]
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
