@@ -23,7 +23,7 @@ CONFIGURATIONS = Path(__file__).resolve().parents[1] / "conf" / "baseline"
 
 
 class Arm(NamedTuple):
-    """What is known of an arm.
+    """What figures need to know of an arm.
 
     unbiased: whether the expected gradient is exactly the true one, as the baseline declares; None where it says
     nothing. A constant factor counts as a bias.

@@ -1,4 +1,4 @@
-"""Checks that every figure makes before it draws: one setting, no missing metric, no missing cell of a grid.
+"""The checks that every figure makes before it draws: one setting, no missing metric, no missing cell of a grid.
 
 Runs of two settings (analysis/runs/marks.py) never stand in one figure. Every refusal is a RunError that says the fix.
 """

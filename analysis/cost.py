@@ -1,4 +1,4 @@
-"""Table and figure of time and memory per step and arm (C5). Medians, as the first step of a run warms up."""
+"""Tabulates and draws time and memory per step and arm (C5). Medians, as the first step of a run warms up."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ PARTS = {"sampling": "#0072B2", "scoring": "#009E73", "advantages": "#D55E00", "
 
 
 def cost_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns a row per run: median seconds of each part of a step, the share of the advantages in the step, their
-    ratio to the loss part (forward, backward, optimizer), and peak memory in GiB.
+    """Returns a row per run: median seconds of each part of a step, and peak memory in GiB.
+
+    advantage_share is that of the advantages in the step, advantage_ratio theirs to the loss (forward, backward,
+    optimizer).
     """
     require(table, "seconds_step", "seconds_advantages", "seconds_loss")
     columns = [f"seconds_{part}" for part in (*PARTS, "step") if f"seconds_{part}" in table]

@@ -1,4 +1,4 @@
-"""Table and figure of held-out accuracy against the group size N per baseline (C3)."""
+"""Tabulates and draws held-out accuracy against the group size N per baseline (C3)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""95 % intervals over seeds: interquartile mean, probability of improvement, stratified bootstrap. Pure functions.
+"""Computes 95 % intervals over seeds: interquartile mean, probability of improvement, stratified bootstrap.
 
 A percentile bootstrap of 3 to 5 seeds covers the truth 73 to 90 % of the time, not 95 %. The bootstrap's quantiles are
 therefore stretched about the estimate by t(n - 1) / 1.96 * sqrt(n / (n - 1)), n = seeds of the smallest stratum: for a
 mean that is Student's interval, for large n the plain percentile interval (tests/test_analysis_statistics.py measures
-the coverage). Fewer than `FEWEST` seeds give no interval. Notions after rliable (Agarwal et al. 2021).
+the coverage). Fewer than `FEWEST` seeds give no interval. The notions are those of rliable (Agarwal et al. 2021).
 
 A *statistic* here reduces axis 0, the seeds, and keeps all others, as `iqm` and `np.mean` with axis=0 do: the bootstrap
 hands it all resamples at once, as an array (seeds, resamples, ...).
@@ -40,7 +40,9 @@ class Interval(NamedTuple):
 
 
 def iqm(values: ArrayLike, axis: int = 0) -> Any:
-    """Interquartile mean: a quarter of the values is cut off at each end, in whole values; below 4 it is the mean.
+    """Returns the interquartile mean: a quarter of the values is cut off at each end, in whole values.
+
+    With fewer than 4 values it is the mean.
 
     Args:
         values: array (seeds, ...), or with the seeds on another axis.
@@ -53,7 +55,7 @@ def iqm(values: ArrayLike, axis: int = 0) -> Any:
 
 
 def probability_of_improvement(ours: ArrayLike, theirs: ArrayLike) -> Any:
-    """P(a run of ours beats a run of theirs), ties counting half: the Mann-Whitney statistic over all n m pairs.
+    """Returns P(a run of ours beats a run of theirs), ties counting half: the Mann-Whitney statistic over n m pairs.
 
     Args:
         ours: values of n runs, (n, ...).
@@ -75,7 +77,7 @@ def bootstrap(
     seed: int = 0,
     bounds: tuple[float, float] = (-np.inf, np.inf),
 ) -> Interval:
-    """Interval of a statistic, each stratum's seeds resampled by themselves.
+    """Returns a statistic with its bootstrap interval, each stratum's seeds resampled by themselves.
 
     Args:
         strata: arrays (seeds, ...), one per argument of the statistic. A paired statistic takes one stratum whose rows
@@ -128,7 +130,7 @@ def stretch(estimate: ArrayLike, quantiles: NDArray, n: int) -> NDArray:
 
 
 def curve_interval(values: NDArray, *, resamples: int = 1000, seed: int = 0) -> tuple[NDArray, NDArray, NDArray]:
-    """Interquartile mean of curves and its pointwise interval.
+    """Returns the interquartile mean of curves and its pointwise interval.
 
     Args:
         values: (seeds, points).
@@ -169,7 +171,7 @@ def paired(ours: Mapping[int, Any], theirs: Mapping[int, Any]) -> tuple[list[NDA
 
 
 def two_arms(ours: Mapping[int, Any], theirs: Mapping[int, Any], statistic: Statistic, **options) -> Interval:
-    """Interval of a statistic of two arms, paired over the seeds that both have.
+    """Returns a statistic of two arms with its interval, paired over the seeds that both have.
 
     Args:
         ours, theirs: seed -> value, a number or several.
@@ -191,7 +193,7 @@ def two_arms(ours: Mapping[int, Any], theirs: Mapping[int, Any], statistic: Stat
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float], **options) -> Interval:
-    """Interquartile mean of ours - theirs: of the differences where paired, else the difference of the two means.
+    """Returns the interquartile mean of ours - theirs: of the differences where paired, else that of the two means.
 
     Args:
         ours, theirs: seed -> value.
@@ -208,7 +210,7 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float], **options
 
 @cache
 def wilson(successes: int, n: int) -> tuple[float, float]:
-    """Wilson's interval of a share. Where no seed, or every seed, survives, a bootstrap would claim certainty.
+    """Returns Wilson's interval of a share. Where no seed, or every seed, survives, a bootstrap would claim certainty.
 
     Args:
         successes: seeds that count.
@@ -222,7 +224,7 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
 
 
 def improvement(ours: ArrayLike, theirs: ArrayLike, **options) -> Interval:
-    """`probability_of_improvement` with its interval, the arms resampled by themselves: it compares all pairs of runs.
+    """Returns `probability_of_improvement` with its interval, the arms resampled by themselves.
 
     Args:
         ours, theirs: values of the runs, (n) and (m).
@@ -239,7 +241,7 @@ def improvement(ours: ArrayLike, theirs: ArrayLike, **options) -> Interval:
 
 
 def share_difference(ours: tuple[int, int], theirs: tuple[int, int]) -> Interval:
-    """Difference of two shares of seeds: Newcombe's interval from the two Wilson intervals (1998, method 10).
+    """Returns the difference of two shares of seeds with Newcombe's interval (1998, method 10), made of two Wilson's.
 
     Args:
         ours, theirs: (seeds that count, all seeds).

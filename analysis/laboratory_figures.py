@@ -1,4 +1,4 @@
-"""Figures of the variance laboratory (experiments/variance.py), functions of its tables. laboratory.py saves them."""
+"""Draws the tables of the variance laboratory (experiments/variance.py). Called by laboratory.py, which saves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning curves of several arms over steps and over tokens. The picture of a single run: run_picture.py."""
+"""Draws learning curves of several arms over steps and over tokens. The picture of a single run: run_picture.py."""
 
 from __future__ import annotations
 

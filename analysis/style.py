@@ -1,4 +1,4 @@
-"""How figures look and how they are saved: one style, two widths, PDF + PNG + the plotted numbers as CSV.
+"""Decides how figures look and saves them: one style, two widths, PDF + PNG + the plotted numbers as CSV.
 
 What is particular to an arm, its label, colour and marker, is in arms.py.
 """

@@ -1,4 +1,4 @@
-"""Own tokens until a target accuracy, as a censored quantity, and the saving of one arm against another.
+"""Measures own tokens until a target accuracy, as a censored quantity, and the saving of one arm against another.
 
 A run that never reaches the target is censored at the tokens it consumed, never dropped. Per arm: the Kaplan-Meier
 curve of runs still short of the target, and its area up to the horizon, the restricted mean tokens-to-target. The
@@ -59,8 +59,10 @@ def consumption(arm: pd.DataFrame, target: float) -> Consumption:
 
 
 def restricted_mean(tokens: NDArray, reached: NDArray, horizon: float) -> NDArray:
-    """Returns the area under the Kaplan-Meier curve up to `horizon`; without censored runs the mean of min(tokens,
-    horizon). It is written out for many samples at once, as the bootstrap wants it; scipy.stats.ecdf takes one.
+    """Returns the area under the Kaplan-Meier curve up to `horizon`.
+
+    Without censored runs that is the mean of min(tokens, horizon). It is written out, for many samples at once, because
+    scipy.stats.ecdf takes one sample and the bootstrap would call it thousands of times.
 
     Args:
         tokens: (runs, ...).

@@ -1,4 +1,4 @@
-"""Tables and figure of the tokens to a target accuracy per arm, and of what one arm saves against another (C4)."""
+"""Tabulates and draws the tokens to a target accuracy per arm, and what one arm saves against another (C4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of samples: what OTB does token by token in one prompt group, and whether energy goes with reward."""
+"""Draws samples: what OTB does token by token in one prompt group, and whether energy goes with reward."""
 
 from __future__ import annotations
 
@@ -139,8 +139,11 @@ def energy_against_reward(samples: pd.DataFrame):
 
 
 def group_energies(samples: pd.DataFrame) -> pd.DataFrame:
-    """Returns a row per rollout of the groups whose rewards differ: group, reward, relative_energy, energy and, equal
-    for a group, baseline_shift = sum(W R) / sum(W) - mean(R) at the end of the rollouts.
+    """Returns a row per rollout of the groups whose rewards differ: its energy, and how far energy moves the baseline.
+
+    The columns are group, reward, relative_energy, energy and baseline_shift.
+
+    baseline_shift is one number per group: sum(W R) / sum(W) - mean(R) at the end of the rollouts.
 
     Raises:
         RunError: there is no such group.

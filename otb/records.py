@@ -135,7 +135,7 @@ def is_one_of(key: str, names: tuple[str, ...]) -> bool:
 
 def flatten(config: dict, prefix: str = "") -> dict:
     """Returns a configuration with dotted keys, {"a": {"b": 1}} -> {"a.b": 1}; an empty mapping stays a value."""
-    flat = {}
+    flat: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")

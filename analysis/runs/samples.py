@@ -1,4 +1,4 @@
-"""Samples of a run: prompt groups with tokens, rewards, energies and advantages; read from rollouts/*.parquet."""
+"""Reads the samples of a run, rollouts/*.parquet: prompt groups with tokens, rewards, energies and advantages."""
 
 from __future__ import annotations
 
