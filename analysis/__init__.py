@@ -1,1 +1,1 @@
-"""From run directories to tables, statistics, figures and a report. Imports of this project: otb.records alone."""
+"""Turns run directories into tables, statistics, figures and a report. Of otb it imports records and errors alone."""

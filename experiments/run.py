@@ -181,7 +181,7 @@ def note_failure(directory: RunDirectory, steps: int, error: BaseException) -> N
 
 def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
     """Draws the learning curve and notes that the run is finished; prints the table of a single run."""
-    from analysis.learning_curves import run_picture
+    from analysis.run_picture import run_picture
 
     picture = run_picture(directory)
     directory.write_status("finished", step=steps, steps=steps)

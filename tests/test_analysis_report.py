@@ -1,6 +1,5 @@
 """Claims and their verdicts, the report from the command line, the page in a real browser, the excerpt."""
 
-import ast
 import json
 import os
 import re
@@ -277,17 +276,6 @@ def test_help_answers_at_once():
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "analysis.report", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "--target" in done.stdout and time.perf_counter() - started < 2
-
-
-def test_analysis_imports_only_the_records_of_this_project():
-    for file in (ROOT / "analysis").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                top = name.split(".")[0]
-                assert top not in ("torch", "trl", "transformers", "experiments", "slurm", "tests"), file
-                assert top != "otb" or name == "otb.records", file
 
 
 # ---- the excerpt and the real runs in the repository

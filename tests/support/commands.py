@@ -29,7 +29,7 @@ PRELOAD = [
     "experiments.summary",
     "experiments.variance",
     "experiments.laboratory",
-    "analysis.learning_curves",
+    "analysis.run_picture",
     "tests.support.parity_task",
     "tests.support.commands",
 ]
