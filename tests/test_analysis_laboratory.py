@@ -11,6 +11,7 @@ import pytest
 from analysis import laboratory
 from analysis.style import numbers, save
 from otb.errors import RunError
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 NOISE = {"rloo": 1.0, "otb": 0.8, "energy_probe": 0.5, "sequence_energy_loo": 0.9}
@@ -99,7 +100,7 @@ def test_markdown_on_a_literal_table():
 def command(*folders, cwd):
     return subprocess.run(
         [sys.executable, "-m", "analysis.laboratory", *map(str, folders)],
-        cwd=cwd, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=120,
+        cwd=cwd, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=PATIENCE_SECONDS,
     )  # fmt: skip
 
 

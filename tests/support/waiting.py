@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 # The generous end of every wait. Nothing in the suite is expected to take so long: whoever reaches it waits in vain.
 PATIENCE_SECONDS = 900.0
@@ -30,3 +31,11 @@ def has_ended(process) -> bool:
 def ended_with(process) -> int | None:
     """The exit code, None while it runs."""
     return process.poll() if hasattr(process, "poll") else process.exitcode
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
