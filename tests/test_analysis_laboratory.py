@@ -100,8 +100,12 @@ def test_markdown_on_a_literal_table():
 def command(*folders, cwd):
     return subprocess.run(
         [sys.executable, "-m", "analysis.laboratory", *map(str, folders)],
-        cwd=cwd, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=PATIENCE_SECONDS,
-    )  # fmt: skip
+        cwd=cwd,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
 
 
 def test_command_puts_folders_side_by_side_and_keeps_those_apart_that_differ_in_the_digest_alone(tmp_path):

@@ -8,11 +8,11 @@ from pathlib import Path
 PATIENCE_SECONDS = 900.0
 
 
-def wait_for(condition: Callable[[], object], process=None) -> None:
+def wait_for(condition: Callable[[], object], process=None, every: float = 0.005) -> None:
     """Returns when `condition()` is true. Raises AssertionError after PATIENCE_SECONDS.
 
     process: of multiprocessing or subprocess; once it has ended, nothing is going to happen any more, and the wait is
-    over at once.
+    over at once. every: seconds from one look to the next.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
@@ -21,7 +21,7 @@ def wait_for(condition: Callable[[], object], process=None) -> None:
             return
         assert not ended, f"the process ended with exit code {ended_with(process)} before what was waited for"
         assert time.monotonic() < deadline, f"waited in vain for {PATIENCE_SECONDS:g} s"
-        time.sleep(0.005)
+        time.sleep(every)
 
 
 def has_ended(process) -> bool:
