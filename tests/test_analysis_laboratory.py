@@ -12,6 +12,7 @@ from analysis import laboratory, laboratory_figures
 from analysis.front_figure import front_figure
 from analysis.style import numbers, save
 from otb.errors import RunError
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 NOISE = {"rloo": 1.0, "otb": 0.8, "energy_probe": 0.5, "sequence_energy_loo": 0.9}
@@ -100,8 +101,12 @@ def test_markdown_on_a_literal_table():
 def command(*folders, cwd):
     return subprocess.run(
         [sys.executable, "-m", "analysis.laboratory", *map(str, folders)],
-        cwd=cwd, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=cwd,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
 
 
 def test_command_puts_folders_side_by_side_and_keeps_those_apart_that_differ_in_the_digest_alone(tmp_path):

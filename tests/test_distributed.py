@@ -12,6 +12,7 @@ import torch
 from otb.baselines.energy_probe import EnergyProbe
 from otb.rollouts import RolloutGroups
 from tests.support.groups import seen_by
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,7 +34,7 @@ def run_ranks(what, tmp_path, tokenizer):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.support.distributed_worker", what, str(tmp_path / "policy"), str(tmp_path)]
     environment = os.environ | {"OTB_TEST_OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.sweeps.local import visible_gpus
+from tests.support import commands
 from tests.support.commands import ROOT, arguments, run_command_line, wait_for, without_times
 from tests.support.holds import Hold
 from tests.support.slurm_cluster import job_files
@@ -48,8 +49,8 @@ def test_a_killed_run_of_a_local_sweep_is_started_again_and_loses_nothing(killed
     runs_dir, printed = killed
     assert [job["starts"] for job in job_files(runs_dir / "s")] == [1, 2]
     assert "1: otb-n2-seed1: done 4/4" in printed and "0: otb-n2-seed0: done 4/4" in printed
-    done = run_command_line(arguments(tmp_path / "alone", model__name=policy, steps=4, seed=1))
-    assert done.returncode == 0, done.stderr
+    code, said = commands.run(arguments(tmp_path / "alone", model__name=policy, steps=4, seed=1), tmp_path / "log")
+    assert code == 0, said
     (alone,) = (tmp_path / "alone").glob("*/*/metrics.jsonl")
     (resumed,) = runs_dir.glob("*/*seed1*/metrics.jsonl")
     assert without_times(resumed) == without_times(alone)

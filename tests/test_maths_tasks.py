@@ -11,6 +11,7 @@ import pytest
 
 from otb.tasks.maths import BOXED, Maths, last_own_text, prompt_messages, reference
 from otb.tasks.rows import Source
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -304,7 +305,13 @@ def test_local_rows_never_touch_the_network(tmp_path):
     )
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment["HF_HOME"] = str(tmp_path / "home")
-    subprocess.run([sys.executable, "-c", code, tmp_path / "gsm8k"], cwd=ROOT, env=environment, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "gsm8k"],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+    )
 
 
 @pytest.mark.parametrize("name", TASKS)

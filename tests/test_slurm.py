@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,14 +14,17 @@ import pytest
 from experiments.sweeps.snapshot import code_files
 from otb.records import RunDirectory
 from tests.support import commands
-from tests.support.commands import ROOT, arguments, rows, wait_for
+from tests.support.commands import ROOT, arguments, rows, without_times
+from tests.support.holds import Hold
 from tests.support.slurm_cluster import Cluster, job_files
-from tests.test_resume import without_times
+from tests.support.waiting import wait_for
 
-CPUS = 4  # more than there may be: the runs mostly sleep
+CPUS = 4  # more than there may be: the runs mostly wait
+LOOK = 0.3  # seconds between two looks at SLURM
 SEEDS = (0, 1, 2, 3)
 PREEMPTED, REQUEUED, KILLED_SUPERVISOR, KILLED = SEEDS, 1, 2, 3  # at first, and later again
 LIMITED = 4  # hits its time limit
+WARNED_SECONDS_BEFORE = 600
 PROGRAMS = ("slurmctld", "slurmd", "munged")
 
 
@@ -44,27 +46,33 @@ def cluster(tmp_path_factory):
 def sweeps(cluster, policy, tmp_path_factory) -> dict:
     """Sweeps that are sent all at once, so that they share the waiting; their runs are disturbed in turn.
 
-    -> runs_dir, and what was seen on the way.
+    A run holds after its third step, and where it was disturbed there, once more after its fifth, until something has
+    happened to it. -> runs_dir, and what was seen on the way.
     """
     runs_dir = tmp_path_factory.mktemp("slurm") / "runs"
+    twice = Hold(runs_dir.parent / "hold", "row 3", "row 5")
+    once = Hold(runs_dir.parent / "hold", "row 3")
     seen = {"runs_dir": runs_dir}
 
     def send(name: str, *given: str, **extra: str):
-        common = [f"model.name={policy}", "wait=false", "hydra.launcher.signal_delay_s=30", f"sweep={name}"]
+        common = [f"model.name={policy}", "wait=false", f"sweep={name}"]
         seen[name] = cluster.sweep(runs_dir, *common, *given, **extra)
         assert seen[name].returncode == 0, seen[name].stdout + seen[name].stderr
         return [RunDirectory(job["run"]) for job in job_files(runs_dir / name)]
 
     seeds = f"seed={','.join(map(str, SEEDS))}"
-    runs = send("main", seeds, OTB_TEST_STEP_SECONDS="1")
+    runs = send("main", seeds, **twice.environment)
+    names = [run.path.name for run in runs]
     seen["held"] = send_and_edit(cluster, policy, runs_dir)
-    preempt(cluster, [runs[seed] for seed in PREEMPTED], seen)
+    wait_for(lambda: twice.held().keys() >= set(names), every=LOOK)
+    seen["preempted"] = preempt(cluster, runs)
     (runs_dir / "broken").touch()
     broken = {"OTB_TEST_FAILING_RANK": "1", "OTB_TEST_FAILING_FILE": str(runs_dir / "broken")}
     send("ranks", "steps=2", "seed=10", "hydra.launcher.tasks_per_node=2", **broken)
-    send("limited", f"seed={LIMITED}", "hydra.launcher.timeout_min=1", OTB_TEST_STEP_SECONDS="6")
+    warn_early = ["hydra.launcher.timeout_min=60", f"hydra.launcher.signal_delay_s={WARNED_SECONDS_BEFORE}"]
+    (limited,) = send("limited", f"seed={LIMITED}", *warn_early, **once.environment)
     send("mixed", "group_size=1", "task.train_prompts=10,2", "steps=1", "baseline=otb,grpo")
-    cancelled = send("cancelled", "seed=11", OTB_TEST_STEP_SECONDS="1")[0]
+    (cancelled,) = send("cancelled", "seed=11", **once.environment)
     local, seen["local"] = start_locally(policy, runs_dir.parent / "local")
     seen["first"] = seen["main"].stdout
     send("main", seeds)
@@ -72,40 +80,67 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
     def job(sweep: str, number: int = 0) -> dict:
         return job_files(runs_dir / sweep)[number]
 
+    def look_midway() -> None:
+        cluster.script("restart-controller")
+        seen["midway"] = cluster.status(runs_dir / "main")
+        twice.release(names[PREEMPTED[0]])
+
+    def requeue() -> None:
+        cluster.command("scontrol", "requeue", job("main", REQUEUED)["job"])
+        twice.release(names[REQUEUED])
+
     def kill_supervisor() -> None:
         for process in supervisors(job("main", KILLED_SUPERVISOR)):
             process.kill()
+        twice.release(names[KILLED_SUPERVISOR])
+
+    def kill() -> None:
+        os.kill(twice.held()[names[KILLED]], signal.SIGKILL)
+        twice.release(names[KILLED])
+
+    def come_to_the_time_limit() -> None:
+        """The limit is set so near that the warning is due; a minute of it is left, and as much as SLURM allows."""
+        name = job("limited")["job"]
+        set_limit(cluster, name, minutes=minutes_run(cluster, name) + WARNED_SECONDS_BEFORE // 60)
+        wait_for(lambda: limited.status()["state"] == "interrupted", every=LOOK)
+        set_limit(cluster, name, minutes=60)
 
     def send_ranks_again() -> None:
         seen["failed ranks"] = job("ranks")
         (runs_dir / "broken").unlink()
         seen["resubmitted"] = cluster.status(runs_dir / "ranks", "--resubmit")
 
-    def kill() -> None:
-        os.kill(json.loads((runs[KILLED].path / "lock.json").read_text())["pid"], signal.SIGKILL)
-
     disturbances = [
-        (
-            lambda: training(runs[REQUEUED]),
-            lambda: cluster.command("scontrol", "requeue", job("main", REQUEUED)["job"]),
-        ),
-        (lambda: training(runs[KILLED]), kill),
-        (lambda: training(runs[KILLED_SUPERVISOR]), kill_supervisor),
-        (lambda: training(cancelled), lambda: cluster.command("scancel", job("cancelled")["job"])),
+        (lambda: names[PREEMPTED[0]] in twice.held(), look_midway),
+        (lambda: names[REQUEUED] in twice.held(), requeue),
+        (lambda: names[KILLED] in twice.held(), kill),
+        (lambda: names[KILLED_SUPERVISOR] in twice.held(), kill_supervisor),
+        (lambda: cancelled.path.name in once.held(), lambda: cluster.command("scancel", job("cancelled")["job"])),
+        (lambda: limited.path.name in once.held(), come_to_the_time_limit),
         (lambda: job("ranks")["error"] and not in_queue(cluster, job("ranks")), send_ranks_again),
     ]
     while disturbances:
-        wait_for(lambda: any(ready() for ready, _ in disturbances), 120)
+        wait_for(lambda: any(ready() for ready, _ in disturbances), every=LOOK)
         ready, disturb = next(pair for pair in disturbances if pair[0]())
         disturb()
         disturbances.remove((ready, disturb))
-        if "midway" not in seen:
-            cluster.script("restart-controller")
-            seen["midway"] = cluster.status(runs_dir / "main")
-    wait_for(lambda: not cluster.queue(), 200)
-    local.join(120)
+    wait_for(lambda: not cluster.queue(), every=LOOK)
+    commands.join(local)
     assert local.exitcode == 0, (seen["local"] / "log").read_text()
     return seen
+
+
+def minutes_run(cluster: Cluster, job: str) -> int:
+    """Whole minutes that a job has run, rounded up."""
+    facts = dict(word.partition("=")[::2] for word in cluster.command("scontrol", "show", "job", "-o", job).split())
+    hours, minutes, _ = facts["RunTime"].split(":")
+    return 60 * int(hours) + int(minutes) + 1
+
+
+def set_limit(cluster: Cluster, job: str, minutes: int) -> None:
+    """As soon as SLURM takes it: not while the job is on its way back into the queue."""
+    update = ("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+    wait_for(lambda: cluster.succeeds(*update), every=LOOK)
 
 
 def start_locally(policy: Path, folder: Path):
@@ -143,16 +178,15 @@ def undisturbed(sweeps) -> Path:
     return sweeps["local"]
 
 
-def training(run: RunDirectory) -> bool:
-    """At work past its first checkpoint, so that there is something to lose, and not near its end."""
-    return (run.path / "lock.json").exists() and 2 <= len(rows(run.metrics_file)) <= 4
-
-
-def preempt(cluster: Cluster, runs: list[RunDirectory], seen: dict) -> None:
-    wait_for(lambda: all(map(training, runs)), 120)
-    cluster.command("sbatch", "--partition=urgent", f"--ntasks={CPUS}", "--output=/dev/null", "--wrap=sleep 1")
-    wait_for(lambda: all(run.status()["state"] == "interrupted" for run in runs))
-    seen["preempted"] = [(run.status()["step"], rows(run.discarded_file)) for run in runs]
+def preempt(cluster: Cluster, runs: list[RunDirectory]) -> list[tuple[int, list]]:
+    """An urgent job takes all CPUs until the runs have left -> for each the step it came to, and its discarded rows."""
+    done = runs[0].path.parents[2] / "preempted"
+    wrap = f"--wrap=while [ ! -e {done} ]; do sleep 0.2; done"
+    cluster.command("sbatch", "--partition=urgent", f"--ntasks={CPUS}", "--output=/dev/null", wrap)
+    wait_for(lambda: all(run.status()["state"] == "interrupted" for run in runs), every=LOOK)
+    preempted = [(run.status()["step"], rows(run.discarded_file)) for run in runs]
+    done.touch()
+    return preempted
 
 
 def supervisors(job: dict) -> list[psutil.Process]:
@@ -188,8 +222,7 @@ def test_a_disturbed_run_ends_with_the_metrics_of_an_undisturbed_one(sweeps, und
 
 
 def test_a_preempted_run_wrote_a_checkpoint_at_the_next_boundary_and_lost_no_step(sweeps):
-    for step, discarded in sweeps["preempted"]:
-        assert 2 <= step < 6 and not discarded
+    assert sweeps["preempted"] == [(3, [])] * len(PREEMPTED)
     assert not rows(the_run(sweeps["runs_dir"], PREEMPTED[0]).discarded_file)
 
 
@@ -260,8 +293,8 @@ def test_what_failed_can_be_sent_again_as_it_was_sent(cluster, sweeps):
     assert json.loads(RunDirectory(job["run"]).environment_file.read_text())["processes"] == 2
 
 
-def test_two_hundred_runs_are_sent_as_one_array_within_twenty_seconds_without_torch(cluster, tmp_path):
-    started = time.monotonic()
+def test_two_hundred_runs_are_sent_as_one_array_without_torch(cluster, tmp_path):
+    """benchmarks/startup.py has the seconds."""
     seeds = ",".join(map(str, range(50)))
     code = (
         "import sys; from experiments.run import command_line\n"
@@ -271,11 +304,9 @@ def test_two_hundred_runs_are_sent_as_one_array_within_twenty_seconds_without_to
     words = ["-m", "hydra/launcher=slurm_cpu", "baseline=otb,grpo", "group_size=4,8", f"seed={seeds}", "wait=false"]
     words += [f"runs_dir={tmp_path}/runs", "+hydra.launcher.additional_parameters.hold=true", "sweep=large"]
     printed = cluster.command(sys.executable, "-c", code, *words)
-    seconds = time.monotonic() - started
     cluster.command("scancel", "--me")
     assert "200 of 200 runs sent as job" in printed and printed.endswith("False False False\n")
     assert "," not in printed.split("as job ")[1].split(",")[0]
-    assert seconds < 20
 
 
 def test_queued_runs_use_the_code_that_was_submitted(cluster, sweeps):

@@ -33,6 +33,7 @@ PRELOAD = [
     "tests.support.parity_task",
     "tests.support.commands",
 ]
+HEAVY = {"torch", "transformers", "trl", "pandas", "matplotlib"}  # a second and more each
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
 
@@ -109,6 +110,21 @@ def run_command_line(
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, str(ROOT / "experiments" / f"{script}.py"), *given]
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+
+def run_light(given: list[str], cwd: Path = ROOT, script: str = "run", **environment) -> subprocess.CompletedProcess:
+    """`run_command_line` for what has to answer at once. Raises AssertionError where it imports a library of HEAVY.
+
+    benchmarks/startup.py measures the seconds.
+    """
+    done = run_command_line(given, cwd, script, PYTHONPROFILEIMPORTTIME="1", **environment)
+    lines = done.stderr.splitlines(keepends=True)
+    imports = [line for line in lines if line.startswith("import time:")]
+    modules = {line.rpartition("|")[2].strip() for line in imports}
+    assert "hydra" in modules, "nothing shows what was imported"
+    assert not modules & HEAVY, modules & HEAVY
+    done.stderr = "".join(line for line in lines if line not in imports)
+    return done
 
 
 def _command(

@@ -17,9 +17,7 @@ import time
 from functools import wraps
 from pathlib import Path
 
-import psutil
-
-from tests.support.waiting import wait_for
+from tests.support.waiting import alive, wait_for
 
 MOMENTS, FOLDER = "OTB_TEST_HOLD", "OTB_TEST_HOLD_FOLDER"
 UNNAMED = "a run"  # where the moment lies outside of any run directory
@@ -44,7 +42,7 @@ class Hold:
         waiting = {}
         for file in self.folder.glob("*.held"):
             pid = int(file.read_text())
-            if psutil.pid_exists(pid):  # a killed run leaves its file behind
+            if alive(pid):  # a killed run leaves its file behind
                 waiting[file.stem] = pid
         return waiting
 

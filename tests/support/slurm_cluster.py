@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.support.commands import ROOT, SHORT_RUN
+from tests.support.waiting import PATIENCE_SECONDS
 
 SCRIPT = ROOT / "slurm" / "local_cluster.sh"
 
@@ -25,9 +26,16 @@ class Cluster:
         return self.command(str(SCRIPT), what, str(self.folder))
 
     def command(self, *words: str, **extra: str) -> str:
-        done = subprocess.run(words, env=self.variables | extra, capture_output=True, text=True, timeout=120)
+        done = self._run(*words, **extra)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def succeeds(self, *words: str) -> bool:
+        return self._run(*words).returncode == 0
+
+    def _run(self, *words: str, **extra: str) -> subprocess.CompletedProcess:
+        variables = self.variables | extra
+        return subprocess.run(words, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
     def sweep(self, runs_dir: Path, *arguments: str, launcher: str = "slurm_cpu", **extra: str):
         """`python experiments/run.py -m ...` with short runs."""
@@ -40,12 +48,14 @@ class Cluster:
             env=self.variables | extra,
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=PATIENCE_SECONDS,
         )
 
     def status(self, folder: Path, *options: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "slurm.status", str(folder), *options]
-        done = subprocess.run(command, env=self.variables, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.variables, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        )
         assert "Traceback" not in done.stderr, done.stderr
         return done.returncode, done.stdout + done.stderr
 
