@@ -141,9 +141,8 @@ def energy_against_reward(samples: pd.DataFrame):
 def group_energies(samples: pd.DataFrame) -> pd.DataFrame:
     """Returns a row per rollout of the groups whose rewards differ: its energy, and how far energy moves the baseline.
 
-    The columns are group, reward, relative_energy, energy and baseline_shift.
-
-    baseline_shift is one number per group: sum(W R) / sum(W) - mean(R) at the end of the rollouts.
+    The columns are group, reward, relative_energy, energy and baseline_shift, one number per group: sum(W R) / sum(W) -
+    mean(R) at the end of the rollouts.
 
     Raises:
         RunError: there is no such group.
