@@ -106,6 +106,7 @@ class OTBTrainer(GRPOTrainer):
         self._backward_norms: BackwardNorms | None = None  # from the first step on, where gradient noise is measured
         self._micro_batches: list[Tensor] = []  # squared gradient norms since the last optimizer step
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        keep_float32_outputs(self.accelerator)
         if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
             refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
         if self._needs & EXACT_NORMS:
@@ -444,6 +445,21 @@ class OTBTrainer(GRPOTrainer):
     def evaluate(self, *args, **kwargs):
         with isolated_random_state():
             return super().evaluate(*args, **kwargs)
+
+
+def keep_float32_outputs(accelerator) -> None:
+    """Lets FSDP2 compute in bfloat16 but hand out the log-probs in float32, and reduce gradients in float32.
+
+    accelerate's own policy casts what the model returns to bfloat16: eight bits of a log-prob make importance ratios
+    and score norms near pi = 1 wrong. Call it before the model is wrapped. Nothing happens without FSDP2 and bfloat16.
+    """
+    if not accelerator.is_fsdp2 or accelerator.mixed_precision != "bf16":
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
 
 
 @contextmanager
