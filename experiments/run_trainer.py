@@ -12,7 +12,6 @@ import math
 import os
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
+from experiments import trackers
 from experiments.run_lock import RunLock
 from experiments.warning_signal import Interrupted, received
 from otb.errors import RunError, unwritable
@@ -33,11 +33,19 @@ from otb.rollouts import RolloutGroups
 from otb.tool_rollouts import ToolTrainer
 from otb.trainer import GRPOTrainer, isolated_random_state, response_mask
 
-TRL_NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "entropy": "entropy", "kl": "kl"}
-TRL_NAMES |= {"learning_rate": "learning_rate", "completions/clipped_ratio": "truncated"}
-TRL_NAMES |= {f"grades/{outcome}": f"grade_{outcome}" for outcome in ("correct", "wrong", "unparsable")}
-TRL_NAMES |= {"grades/grader_timeout": "grade_timeout", "grades/grader_error": "grade_error"}
-TRACKER_STRIDE = 10_000  # more than a tracker is sent in one step
+TRL_NAMES = {  # TRL's names of what it measures -> ours
+    "loss": "loss",
+    "grad_norm": "gradient_norm",
+    "entropy": "entropy",
+    "kl": "kl",
+    "learning_rate": "learning_rate",
+    "completions/clipped_ratio": "truncated",
+    "grades/correct": "grade_correct",
+    "grades/wrong": "grade_wrong",
+    "grades/unparsable": "grade_unparsable",
+    "grades/grader_timeout": "grade_timeout",
+    "grades/grader_error": "grade_error",
+}
 RESUME_FILES = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "baseline.pt")  # what only a resumed run reads
 
 
@@ -156,21 +164,11 @@ class RunTrainer(ToolTrainer):
         row = {"step": self.state.global_step}
         row |= {name: value for name in METRICS if (value := measured.get(name)) is not None}
         logs.update(row)  # the same names reach every tracker of `report_to`, beside TRL's own
-        self._advance_tracker()
+        trackers.advance(self.args.report_to, self.state.global_step)
         super().log(logs, start_time)
         self._seconds.clear()
         self._append(self.directory.metrics_file, row)
         self.on_step(row)
-
-    def _advance_tracker(self, past: int = 0) -> None:
-        """W&B counts what it is sent, TRL's timings too, from 0 in every process; so a resumed run's would overwrite.
-
-        Here its count is at least TRACKER_STRIDE times the optimizer steps done; the plots' axis is train/global_step.
-        """
-        wandb = sys.modules.get("wandb") if "wandb" in self.args.report_to else None
-        wanted = TRACKER_STRIDE * self.state.global_step + past
-        if wandb is not None and wandb.run is not None and wandb.run.step < wanted:
-            wandb.run.log({}, step=wanted)
 
     def _log_rollouts(self, rollouts: RolloutGroups, baseline, advantages: Tensor, output: dict) -> None:
         super()._log_rollouts(rollouts, baseline, advantages, output)
@@ -179,7 +177,7 @@ class RunTrainer(ToolTrainer):
     # ---- a loss or gradient that is not finite ends the run before it reaches the weights
 
     def training_step(self, *args, **kwargs):
-        self._advance_tracker(past=TRACKER_STRIDE // 2)
+        trackers.advance(self.args.report_to, self.state.global_step, before_next=True)
         loss = super().training_step(*args, **kwargs)
         self._losses.append(loss.detach())
         return loss
