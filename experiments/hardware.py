@@ -124,7 +124,7 @@ def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: li
         "vllm_mode": "colocate",
         "vllm_tensor_parallel_size": node.tensor_parallel,
         "vllm_gpu_memory_utilization": node.memory_share,
-        "vllm_enable_sleep_mode": node.sleep,
+        "vllm_enable_sleep_mode": node.sleep and bool(visible_gpus()),  # vLLM has no sleep on a CPU
         # None would be the model's whole context, for which vLLM demands a cache that does not fit
         "vllm_max_model_length": None if longest_prompt is None else longest_prompt + cfg.task.max_completion_length,
     }

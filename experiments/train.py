@@ -18,7 +18,7 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
 from experiments import trackers
@@ -88,8 +88,27 @@ def build_trainer(
 ) -> RunTrainer:
     """Loads the weights from `folder` and puts everything together. Raises RunError where they cannot be loaded."""
     set_seed(cfg.seed)  # LoRA's initial weights
-    trainer = RunTrainer(
-        load_model(folder, cfg.model.revision, weights_dtype(cfg)),
+    model = load_model(folder, cfg.model.revision, weights_dtype(cfg))
+    try:
+        trainer = _trainer(cfg, model, inputs, arguments, directory, lock, progress)
+    except (ImportError, ValueError, ConnectionError) as error:  # what TRL and vLLM refuse
+        lines = str(error).strip().splitlines() or [""]
+        raise RunError(f"the trainer cannot be built: {type(error).__name__}: {' '.join(lines[:3])}") from error
+    trainer.remove_callback(transformers.PrinterCallback)  # it prints every row; `progress` is shown instead
+    return trainer
+
+
+def _trainer(
+    cfg: DictConfig,
+    model: PreTrainedModel,
+    inputs: Inputs,
+    arguments: OTBConfig,
+    directory: RunDirectory,
+    lock: RunLock | None,
+    progress: Progress,
+) -> RunTrainer:
+    return RunTrainer(
+        model,
         inputs.task.reward,
         arguments,
         inputs.train_dataset,
@@ -104,8 +123,6 @@ def build_trainer(
         on_step=progress.step,
         on_evaluation=progress.evaluation,
     )
-    trainer.remove_callback(transformers.PrinterCallback)  # it prints every row; `progress` is shown instead
-    return trainer
 
 
 def wait_for_all_processes() -> None:

@@ -38,8 +38,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 from torch import Tensor
-from transformers.trainer_utils import set_seed
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head
