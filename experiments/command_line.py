@@ -22,7 +22,7 @@ from experiments.warning_signal import Interrupted
 from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "experiment")
+GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "experiment")
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def accept_open_keys(arguments: list[str]) -> list[str]:
     `-m` may stand anywhere; Hydra reads it only before or after all the others.
     """
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
-    opened = re.compile(r"(trainer|baseline|task|model\.lora|model\.warm_start)\.[A-Za-z_]")
+    opened = re.compile(r"(trainer|baseline|task|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]")
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
 
 
@@ -91,6 +91,8 @@ def refuse_unknown_choices(arguments: list[str], config_name: str = "config") ->
         if top in sections and rest and rest[0] not in sections[top]:
             known = sections[top]
             raise RunError(f"{name} is no key of {top}.{near_miss(rest[0], known)} Keys: {', '.join(known)}.")
+        if override.is_sweep_override() and not {"-m", "--multirun"} & set(arguments):
+            raise RunError(f"{argument} names several values, one run each. Add -m: python experiments/run.py -m ...")
         if name in GROUPS and not override.is_delete():
             _refuse_unknown_values(name, override)
 

@@ -19,6 +19,8 @@ TITLES = {
     "model": "the policy",
     "sandbox": "where the programs of a task with tools run",
     "trainer": "options of trl.GRPOConfig",
+    "parallel": "how the processes of a run share the policy",
+    "rollouts_by": "what samples",
     "experiment": "recipes: fixed values and axes of a sweep",
     "hydra/launcher": "where the runs of a sweep are made",
 }

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.build import opened_sandbox
 from experiments.checks import check
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
+from experiments.hardware import start_processes
 from experiments.identity import difference, run_path, short_name
 from experiments.run_lock import RunLock, restarts
 from experiments.sweeps.jobs import JobFile, sweep_arguments
@@ -85,6 +86,10 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
         train_locked(cfg, directory, lock, command, name)
         if is_main:
             report(directory, cfg.steps, with_table=name is None)
+    if "WORLD_SIZE" in os.environ:
+        from experiments.train import wait_for_all_processes
+
+        wait_for_all_processes()  # one that ended earlier could take the first with it, before its report
 
 
 def train_locked(
@@ -195,7 +200,12 @@ def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/run.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
     with exit_codes(after_stop="continues from the last checkpoint"):
+        start_processes(Path(__file__), arguments)
         run_hydra(main, __file__, sweep_arguments(arguments), "config")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # a thread of torch's process groups that nobody joins may abort the interpreter's own end
 
 
 if __name__ == "__main__":

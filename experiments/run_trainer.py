@@ -47,8 +47,23 @@ TRL_NAMES = {  # TRL's names of what it measures -> ours
     "grades/unparsable": "grade_unparsable",
     "grades/grader_timeout": "grade_timeout",
     "grades/grader_error": "grade_error",
+    "sampling/sampling_logp_difference/mean": "mismatch_mean",
+    "sampling/sampling_logp_difference/max": "mismatch_max",
+    "sampling/importance_sampling_ratio/min": "importance_ratio_min",
+    "sampling/importance_sampling_ratio/mean": "importance_ratio_mean",
+    "sampling/importance_sampling_ratio/max": "importance_ratio_max",
 }
-RESUME_FILES = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "baseline.pt")  # read only by a resumed run
+RESUME_FILES = (  # of a checkpoint, what only a resumed run reads
+    "baseline.pt",
+    "global_step*",  # DeepSpeed: weights and optimizer state in parts
+    "latest",
+    "optimizer*",  # a folder of parts under FSDP2
+    "pytorch_model_fsdp*",
+    "rng_state*",
+    "scaler*",
+    "scheduler*",
+    "zero_to_fp32.py",
+)
 
 
 @dataclass(frozen=True)
@@ -343,6 +358,8 @@ class RunTrainer(ToolTrainer):
         output_dir, self.args.output_dir = self.args.output_dir, str(writing)
         try:
             self._save_checkpoint(self.model, trial=None)
+            if self.is_fsdp_enabled:
+                self._save_whole_policy(writing / f"checkpoint-{step}")
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
                 self.directory.publish_checkpoint(writing / f"checkpoint-{step}", step)
@@ -354,6 +371,20 @@ class RunTrainer(ToolTrainer):
         finally:
             self.args.output_dir = output_dir
         self.accelerator.wait_for_everyone()
+
+    def _save_whole_policy(self, folder: Path) -> None:
+        """Writes the policy as `model.name=FOLDER` reads it, beside the parts that only a resumed run reads.
+
+        FSDP's own checkpoint of parts has neither configuration nor tokenizer, and no file of whole weights. These are
+        in the precision of the forward. Every process must call it: gathering is a collective.
+        """
+        weights = self.accelerator.get_state_dict(self.model)
+        if not self.accelerator.is_main_process:
+            return
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float32
+        weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+        self.accelerator.unwrap_model(self.model).save_pretrained(folder, state_dict=weights)
+        self._tokenizer.save_pretrained(folder)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Writes no model card: the run directory says where a checkpoint comes from."""

@@ -22,6 +22,7 @@ LEAF_MAY_IMPORT = {
     "policies.tiny_policy": set(),
     "policies.models": {
         "otb.errors",
+        "otb.policies.templates",
         "otb.policies.tiny_policy",
         "otb.policies.warm_start",
         "otb.tasks.arithmetic",

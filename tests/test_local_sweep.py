@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.sweeps.local import visible_gpus
+from experiments.hardware import visible_gpus
 from tests.support import commands
 from tests.support.commands import ROOT, arguments, run_command_line, wait_for, without_times
 from tests.support.holds import Hold
