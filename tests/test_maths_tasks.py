@@ -251,7 +251,7 @@ def broken(folder: Path, case: str) -> Maths:
         ("two evaluations", ["one of them", "task.eval_split=null"]),
         (
             "hub id not cached",
-            ["experiments.prefetch --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
+            ["otb.prefetch --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
         ),
     ],
 )
