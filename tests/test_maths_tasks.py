@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from otb.tasks.maths import BOXED, Maths, last_own_text, prompt_messages, reference
+from otb.tasks.maths import BOXED, Maths, last_assistant_text, prompt_messages, reference
 from otb.tasks.rows import Source
 
 ROOT = Path(__file__).parents[1]
@@ -175,7 +175,7 @@ def test_rewards_come_from_the_last_assistant_message_alone(tmp_path):
         "grades/grader_timeout": 0.0,
         "grades/grader_error": 0.0,
     }
-    assert last_own_text(tool) == "\\boxed{6}"
+    assert last_assistant_text(tool) == "\\boxed{6}"
     assert little.reward([own], answer=["\\text{(E)},"]) == [None]
 
 
