@@ -9,6 +9,11 @@ from experiments.identity import flat
 from tests.support.commands import ROOT
 
 
+def test_every_group_is_documented():
+    groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} - {"hydra"}
+    assert keys.TITLES.keys() == groups | {"hydra/launcher"}
+
+
 def test_documented_keys_are_those_of_the_yamls():
     documented = (ROOT / "docs" / "keys.md").read_text()
     assert documented == keys.document(), "run: python -m experiments.keys > docs/keys.md"

@@ -36,7 +36,7 @@ def killed(policy, tmp_path_factory) -> tuple[Path, str]:
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | hold.environment
     command = [sys.executable, str(ROOT / "experiments" / "run.py"), *given]
     process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for((runs_dir / "s" / "job-00001.json").exists, process)
+    wait_for(lambda: len(job_files(runs_dir / "s")) == 2, process)  # they are written side by side
     run = hold.wait(process, Path(job_files(runs_dir / "s")[1]["run"]).name)
     os.kill(run, signal.SIGKILL)
     hold.release()  # the other run, and this one when it is there again
