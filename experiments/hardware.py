@@ -136,8 +136,8 @@ def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: li
 def start_processes(cfg: DictConfig, script: str, arguments: list[str]) -> None:
     """Replaces this process by torchrun where `gpus=N` asks for several; returns where there is nothing to start.
 
-    script, arguments: the command as Hydra got it. Under SLURM, or under a torchrun of the user's own, the processes are
-    there already. Raises RunError where there are fewer GPUs.
+    script, arguments: the command as Hydra got it. Under SLURM, or under a torchrun of the user's own, the processes
+    are there already. Raises RunError where there are fewer GPUs.
     """
     if cfg.gpus is None or cfg.gpus < 2 or "WORLD_SIZE" in os.environ:
         return
