@@ -47,7 +47,8 @@ def why_not(step: Step, reserve: float = 0.0) -> str | None:
         return (
             f"rollouts_by.memory_share={step.memory_share} of {card:.0f} GB does not hold vLLM's copy of the policy "
             f"({vllm_weights(step) / 1e9:.1f} GB a GPU) and the cache of one rollout of {step.width} tokens. Raise "
-            f"rollouts_by.memory_share (the trainer leaves {largest_share(step, reserve)}) or rollouts_by.tensor_parallel."
+            f"rollouts_by.memory_share (the trainer leaves {largest_share(step, reserve)}), or set "
+            "rollouts_by.tensor_parallel."
         )
     moment, parts = peak(step)
     needed = sum(parts.values())
