@@ -24,13 +24,14 @@ FEWER_ROWS = (64, 16, 4)  # generated at a time, that a fix may name
 SERVER_SHARE = 0.9  # of a GPU's memory, the default of `trl vllm-serve`
 
 
-def refuse_if_it_cannot_fit(cfg: DictConfig, card_memory_bytes: float) -> None:
+def refuse_if_it_cannot_fit(cfg: DictConfig, card_memory_bytes: float, processes: int | None = None) -> None:
     """Raises RunError where the run's peak by experiments/memory.py is above the memory of one of its GPUs.
 
+    processes: of the run; None for `gpus`, or those that the launcher of a composed sweep (`cfg.hydra`) starts.
     Nothing is raised for a model whose architecture is not known: a hub id that conf/architectures does not describe.
     """
     try:
-        step = step_of(cfg, card_memory_bytes)
+        step = step_of(cfg, card_memory_bytes, processes)
     except RunError:
         return
     if reason := why_not(step):
@@ -120,31 +121,29 @@ def changed_keys(old: Step, new: Step) -> list[str]:
         "rollouts_by.rows": (old.rows, new.rows),
         "rollouts_by.memory_share": (old.memory_share, new.memory_share),
         "model.rollouts_per_forward": (old.forward, new.forward),
-        f"trainer.{SYNC_EACH_FORWARD}": (old.sync_each_forward, new.sync_each_forward),
+        f"parallel.trainer.{SYNC_EACH_FORWARD}": (old.sync_each_forward, new.sync_each_forward),
     }
     changed = {key: after for key, (before, after) in values.items() if before != after}
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changed.items()]
 
 
-def step_of(cfg: DictConfig, card_memory_bytes: float, prompt_tokens: int | None = None) -> Step:
+def step_of(
+    cfg: DictConfig, card_memory_bytes: float, processes: int | None = None, prompt_tokens: int | None = None
+) -> Step:
     """Returns what the memory of a process depends on, from a composed configuration.
 
-    parallel, rollouts_by and gpus may be absent: then it is ddp and HF generate, and as many processes as the launcher
-    starts. prompt_tokens: where max_prompt_length is null; None for conf/plan.yaml's.
+    parallel and rollouts_by may be absent: then it is ddp and HF generate. processes: None for those of `processes_of`.
+    prompt_tokens: where max_prompt_length is null; None for conf/plan.yaml's.
 
     Raises:
         RunError: the architecture of the model is not known.
     """
-    processes = processes_of(cfg)
+    processes = processes or processes_of(cfg)
     rollouts = max(1, cfg.prompts_per_step * cfg.group_size // processes)
     lora = OmegaConf.select(cfg, "model.lora") or {}
     targets = lora.get("target_modules")
     sampler = str(OmegaConf.select(cfg, "rollouts_by.name", default="hf"))
-    if OmegaConf.select(cfg, "trainer.use_vllm"):
-        sampler = "vllm_server" if OmegaConf.select(cfg, "trainer.vllm_mode") == "server" else "vllm"
-    share = OmegaConf.select(cfg, "rollouts_by.memory_share")
-    if share is None:
-        share = OmegaConf.select(cfg, "trainer.vllm_gpu_memory_utilization", default=0.3)
+    share = SERVER_SHARE if sampler == "vllm_server" else OmegaConf.select(cfg, "rollouts_by.memory_share", default=0.3)
     return Step(
         architecture=architecture_of(str(cfg.model.name)),
         dtype=cfg.model.dtype,
@@ -164,7 +163,7 @@ def step_of(cfg: DictConfig, card_memory_bytes: float, prompt_tokens: int | None
         sampler=sampler,
         rows=OmegaConf.select(cfg, "rollouts_by.rows"),
         tensor_parallel=OmegaConf.select(cfg, "rollouts_by.tensor_parallel") or 1,
-        memory_share=SERVER_SHARE if sampler == "vllm_server" else float(share),
+        memory_share=float(share),
         sleep=bool(OmegaConf.select(cfg, "rollouts_by.sleep", default=False)),
         card=float(card_memory_bytes),
     )

@@ -24,12 +24,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import settings
+from experiments.checks import check
+from experiments.command_line import CONF, accept_open_keys, near_miss, refusals, refuse_unknown_choices
 from experiments.costs import Card, Rates, Run
 from experiments.fit import ASSUMPTIONS, processes_of, step_of
 from experiments.memory import Step
 from otb import baselines
-from otb.errors import REFUSED, RunError
+from otb.errors import RunError
 
 OPEN = ("cards", "evaluation_prompts")  # sections of conf/plan.yaml that take new names
 WITHOUT_COST = ("-m", "--multirun", "sweep", "wait")  # arguments of a sweep that say nothing about what it needs
@@ -68,7 +69,7 @@ def plan(arguments: list[str]) -> tuple[list[Plan], DictConfig]:
     memory = card_of(assumptions).memory
     plans = []
     for setting in settings_of(arguments):
-        step = step_of(setting.cfg, memory, assumptions.prompt_tokens)
+        step = step_of(setting.cfg, memory, prompt_tokens=assumptions.prompt_tokens)
         scores = {arm: needs_scores(setting.cfg, arm) for arm in setting.arms}
         runs = {arm: run_of(setting.cfg, assumptions, step, scores[arm]) for arm in setting.arms}
         plans.append(Plan(setting, step, runs))
@@ -93,7 +94,7 @@ def split_arguments(arguments: list[str]) -> tuple[DictConfig, list[str]]:
             continue
         if below and top not in OPEN and OmegaConf.select(assumptions, key) is None:
             known = list(assumptions[top]) if OmegaConf.is_dict(assumptions[top]) else []
-            raise RunError(f"{key} is no key of conf/plan.yaml.{settings.near_miss(below[-1], known)} Known: {known}.")
+            raise RunError(f"{key} is no key of conf/plan.yaml.{near_miss(below[-1], known)} Known: {known}.")
         OmegaConf.update(assumptions, key, OmegaConf.create(f"value: {value}").value)
     for name, value in assumptions.items():
         may_be_null = name in ("training_tokens_per_second", "sampling_tokens_per_second")
@@ -109,7 +110,7 @@ def card_of(assumptions: DictConfig) -> Card:
     cards = assumptions.cards
     if assumptions.card not in cards:
         raise RunError(
-            f"card={assumptions.card} is not known.{settings.near_miss(assumptions.card, cards)} Known: "
+            f"card={assumptions.card} is not known.{near_miss(assumptions.card, cards)} Known: "
             f"{', '.join(cards)}. Another: cards.NAME.memory_gb=48 cards.NAME.tflops=181 cards.NAME.bandwidth_gb_s=864."
         )
     card = cards[assumptions.card]
@@ -124,12 +125,12 @@ def settings_of(arguments: list[str]) -> list[Setting]:
 
     A configuration is composed once per combination of the axes that change what a run costs.
     """
-    arguments = settings.accept_open_keys(arguments)
-    settings.refuse_unknown_choices(arguments)
+    arguments = accept_open_keys(arguments)
+    refuse_unknown_choices(["-m", *arguments])
     parsed = [OverridesParser.create().parse_override(argument) for argument in arguments]
     plain = [override.input_line for override in parsed if not override.is_sweep_override()]
     swept = [override.input_line for override in parsed if override.is_sweep_override()]
-    with initialize_config_dir(str(settings.CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         first = compose("config", plain, return_hydra_config=True)
         axes = axes_of(first, swept, {override.key_or_group for override in parsed})
         choice = first.hydra.runtime.choices["baseline"]
@@ -137,9 +138,17 @@ def settings_of(arguments: list[str]) -> list[Setting]:
         composed = []
         for point in itertools.product(*([f"{key}={value}" for value in axes[key]] for key in axes)):
             cfg = at_point(first, plain, [f"baseline={next(iter(arms))}", *point])
-            settings.check(cfg, processes_of(cfg))
+            check_elsewhere(cfg)
             composed.append(Setting(cfg, " ".join(point), arms))
     return composed
+
+
+def check_elsewhere(cfg: DictConfig) -> None:
+    """Raises RunError for what a run refuses, but not for packages that its machine may have and this one has not."""
+    checked = deepcopy(cfg)
+    checked.parallel, checked.rollouts_by = {"name": "ddp", "trainer": {}}, {"name": "hf", "rows": None}
+    checked.geometric_ratio_band = None  # it goes with vLLM alone
+    check(checked, processes_of(cfg))
 
 
 def axes_of(cfg: DictConfig, swept: list[str], typed: set[str]) -> dict[str, list[str]]:
@@ -157,7 +166,7 @@ def axes_of(cfg: DictConfig, swept: list[str], typed: set[str]) -> dict[str, lis
 def at_point(first: DictConfig, plain: list[str], point: list[str]) -> DictConfig:
     """Returns the configuration at a point of the sweep: keys are set in a copy, choices of a group are composed."""
     keys = dict(entry.partition("=")[::2] for entry in point)
-    values = {key: value for key, value in keys.items() if not (settings.CONF / key).is_dir()}
+    values = {key: value for key, value in keys.items() if not (CONF / key).is_dir()}
     choices = [f"{key}={value}" for key, value in keys.items() if key not in values]
     cfg = deepcopy(first) if not choices else compose("config", [*plain, *choices], return_hydra_config=True)
     OmegaConf.set_struct(cfg, False)
@@ -171,7 +180,7 @@ def at_point(first: DictConfig, plain: list[str], point: list[str]) -> DictConfi
 
 def needs_scores(cfg: DictConfig, arm: str) -> bool:
     """Whether the arm, or an option, makes the trainer take score norms."""
-    target = OmegaConf.load(settings.CONF / "baseline" / f"{arm}.yaml")._target_
+    target = OmegaConf.load(CONF / "baseline" / f"{arm}.yaml")._target_
     return bool(cfg.log_energy or cfg.measure_gradient_noise or baselines.needs_of(get_object(target)))
 
 
@@ -216,14 +225,11 @@ def command_line(arguments: list[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return
-    try:
+    with refusals():
         plans, assumptions = plan(arguments)
         from experiments.plan_report import print_plan
 
         print_plan(plans, assumptions)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(REFUSED)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ LIGHT = [
     "otb.baselines.otb",
     "otb.baselines.energy_probe",
     "otb.baselines.trajectory_cv",
+    "experiments.fit",
+    "experiments.plan",
     "experiments.run",
     "experiments.run_lock",
     "experiments.checks",

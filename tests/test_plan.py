@@ -364,7 +364,7 @@ def test_plan_counts_all_60_runs_of_a_sweep_and_typed_keys_replace_its_axes():
         (["response_share=much"], "response_share=much must be a positive number"),
         (["claimed_saving.tool=0.5"], "claimed_saving.tool is no key of conf/plan.yaml. Did you mean tools?"),
         (["response_shar=0.5"], "response_shar is no key of this project"),
-        (["model.name=OWNER/NAME"], "model.name=OWNER/NAME has no architecture in conf/architectures"),
+        (["model=hub", "model.name=OWNER/NAME"], "model.name=OWNER/NAME has no architecture in conf/architectures"),
         (["group_size=0"], "group_size=0 must be a whole number >= 1"),
     ],
 )
