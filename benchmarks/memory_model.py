@@ -41,7 +41,7 @@ CASES = {
 }
 PARTS = {  # what is measured -> the moments of experiments/memory.py that it spans
     "sampling": ("sampling",),
-    "own pass": ("own pass",),
+    "extra pass": ("extra pass",),
     "forward and backward": ("LM head", "backward of a layer", "end of backward"),
     "update": ("update",),
 }
@@ -86,10 +86,10 @@ def train(case: dict, base: int) -> dict:
             with part("sampling"):
                 return super()._generate(*args)
 
-        def _own_pass(self, output, *args):
+        def _extra_pass(self, output, *args):
             widths["prompt"], widths["response"] = output["prompt_ids"].size(1), output["completion_ids"].size(1)
-            with part("own pass"):
-                return super()._own_pass(output, *args)
+            with part("extra pass"):
+                return super()._extra_pass(output, *args)
 
         def compute_loss(self, *args, **kwargs):
             Path("/proc/self/clear_refs").write_text("5")  # the rollouts are made: sampling is not counted again

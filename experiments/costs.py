@@ -88,7 +88,7 @@ def forward_flops(step: Step) -> float:
 
 
 def training_seconds(step: Step, run: Run, card: Card, rates: Rates) -> float:
-    """Returns seconds of one step's own pass, forwards and backward passes.
+    """Returns seconds of one step's extra pass, forwards and backward passes.
 
     A batch is as wide as its longest response, and among hundreds of rollouts one reaches the limit: every rollout
     counts as `step.width` positions. A backward pass is two forwards; one where only adapters are trained.

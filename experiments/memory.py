@@ -1,6 +1,6 @@
 """Memory of one process by part, at each moment of a step, from dimensions alone. Pure functions without torch.
 
-A step passes through moments that hold different things: sampling, the own pass, the LM head, the backward pass of a
+A step passes through moments that hold different things: sampling, the extra pass, the LM head, the backward pass of a
 layer, the end of the backward pass, the optimizer's update. `moments` gives the bytes of every part at each, and the
 peak is that of the largest sum. Where the formulas come from stands in the docstrings; how far they are from measured
 peaks stands in docs/plan.md (benchmarks/memory_model.py). All are bytes; a token is a position of the padded batch.
@@ -308,7 +308,7 @@ def moments(step: Step) -> dict[str, dict[str, float]]:
     of_pass = pass_rollouts(step)
     return {
         "sampling": always | sampling(step),
-        "own pass": training
+        "extra pass": training
         | {
             "gradients": 0.0,
             "activations": passing_layer(step, of_pass, step.width) + mask(step, of_pass),
@@ -341,7 +341,7 @@ def moments(step: Step) -> dict[str, dict[str, float]]:
 
 
 def pass_rollouts(step: Step) -> int:
-    """Returns the rollouts of one forward of the own pass: at most a quarter of a step's.
+    """Returns the rollouts of one forward of the extra pass: at most a quarter of a step's.
 
     That is LENGTH_CHUNKS of otb/trainer.py. With vLLM the pass is TRL's, of whole micro-batches.
     """
