@@ -146,7 +146,8 @@ def random_policy(name: str, tokenizer):
 def predict(case: dict, prompt: int, response: int) -> dict[str, float]:
     """Returns the predicted peak of each part, in bytes, by the formulas of a CPU."""
     from experiments.architectures import architecture_of
-    from experiments.memory import Step, moments
+    from experiments.memory import moments
+    from experiments.step import Step
 
     options = {name: case[name] for name in case if name in {field.name for field in dataclasses.fields(Step)}}
     options = {"dtype": "float32", "checkpointing": False} | options | {"prompt": prompt, "response": response}
@@ -172,7 +173,8 @@ def main() -> None:
         measured = json.loads(done.stdout.splitlines()[-1])
         predicted = predict(CASES[name], measured["prompt"], measured["response"])
         for part, peak in measured["peaks"].items():
-            rows.append({"case": name, "part": part, "measured": peak, "predicted": predicted[part]})
+            widths = {key: measured[key] for key in ("prompt", "response")}
+            rows.append({"case": name, "part": part, "measured": peak, "predicted": predicted[part], **widths})
             error = predicted[part] / peak - 1
             print(f"| {name} | {part} | {peak / MEGABYTE:,.0f} | {predicted[part] / MEGABYTE:,.0f} | {error:+.0%} |")
         sys.stdout.flush()

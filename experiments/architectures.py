@@ -1,8 +1,8 @@
 """Architectures of the policies that conf/model names, and their parameter counts by arithmetic, without torch.
 
 The dimensions stand in conf/architectures/*.json, under the names of transformers' config.json; a local folder has its
-own config.json. experiments/memory.py and experiments/costs.py count with them; tests/test_plan.py compares the counts
-with the models that transformers builds.
+own config.json. experiments/memory_parts.py and experiments/costs.py count with them; tests/test_plan.py compares the
+counts with the models that transformers builds.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.memory import Step, kv_bytes_per_token, vllm_room
+from experiments.memory_parts import kv_bytes_per_token, vllm_room
+from experiments.step import Step
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.architectures import architecture_of
-from experiments.memory import Step, moments, peak, state, vllm_room, vllm_weights
+from experiments.memory import moments, peak, state
+from experiments.memory_parts import vllm_room, vllm_weights
+from experiments.step import Step
 from otb.errors import RunError
 
 ASSUMPTIONS = Path(__file__).resolve().parent.parent / "conf" / "plan.yaml"

@@ -28,7 +28,7 @@ from experiments.checks import check
 from experiments.command_line import CONF, accept_open_keys, near_miss, refusals, refuse_unknown_choices
 from experiments.costs import Card, Rates, Run
 from experiments.fit import ASSUMPTIONS, processes_of, step_of
-from experiments.memory import Step
+from experiments.step import Step
 from otb import baselines
 from otb.errors import RunError
 
