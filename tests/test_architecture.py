@@ -109,6 +109,8 @@ LIGHT = [
     "otb.sandbox.unsafe",
     "otb.tasks.grading",
     "otb.tasks.maths",
+    "experiments.fit",
+    "experiments.plan",
     "experiments.run",
     "experiments.run_lock",
     "experiments.checks",
