@@ -1,4 +1,4 @@
-"""Peaks of memory on this CPU beside those that experiments/memory.py predicts: the table of docs/plan.md.
+"""Peaks of memory on this CPU beside those that experiments/planning/memory.py predicts: the table of docs/plan.md.
 
     python benchmarks/memory_model.py [--case NAME ...] [--json FILE]
 
@@ -39,7 +39,7 @@ CASES = {
         model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=4, response=96, dtype="bfloat16", lora_rank=16
     ),
 }
-PARTS = {  # what is measured -> the moments of experiments/memory.py that it spans
+PARTS = {  # what is measured -> the moments of experiments/planning/memory.py that it spans
     "sampling": ("sampling",),
     "extra pass": ("extra pass",),
     "forward and backward": ("LM head", "backward of a layer", "end of backward"),
@@ -145,9 +145,9 @@ def random_policy(name: str, tokenizer):
 
 def predict(case: dict, prompt: int, response: int) -> dict[str, float]:
     """Returns the predicted peak of each part, in bytes, by the formulas of a CPU."""
-    from experiments.architectures import architecture_of
-    from experiments.memory import moments
-    from experiments.step import Step
+    from experiments.planning.architectures import architecture_of
+    from experiments.planning.memory import moments
+    from experiments.planning.step import Step
 
     options = {name: case[name] for name in case if name in {field.name for field in dataclasses.fields(Step)}}
     options = {"dtype": "float32", "checkpointing": False} | options | {"prompt": prompt, "response": response}

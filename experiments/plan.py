@@ -26,9 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.checks import check
 from experiments.command_line import CONF, accept_open_keys, near_miss, refusals, refuse_unknown_choices
-from experiments.costs import Card, Rates, Run
-from experiments.fit import ASSUMPTIONS, processes_of, step_of
-from experiments.step import Step
+from experiments.planning.costs import Card, Rates, Run
+from experiments.planning.fit import ASSUMPTIONS, processes_of, step_of
+from experiments.planning.step import Step
 from otb import baselines
 from otb.errors import RunError
 
@@ -227,7 +227,7 @@ def command_line(arguments: list[str]) -> None:
         return
     with refusals():
         plans, assumptions = plan(arguments)
-        from experiments.plan_report import print_plan
+        from experiments.planning.report import print_plan
 
         print_plan(plans, assumptions)
 

@@ -109,7 +109,7 @@ LIGHT = [
     "otb.sandbox.unsafe",
     "otb.tasks.grading",
     "otb.tasks.maths",
-    "experiments.fit",
+    "experiments.planning.fit",
     "experiments.plan",
     "experiments.run",
     "experiments.run_lock",

@@ -9,13 +9,20 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from experiments.architectures import FOLDER, Architecture, architecture_of
-from experiments.costs import Card, Rates, Run, disk, forward_flops, hours, response_tokens
-from experiments.fit import refuse_if_it_cannot_fit, step_of, why_not
-from experiments.memory import moments, peak, state
-from experiments.memory_parts import buckets, gradients, kept_by_layer, kv_bytes_per_token, logits_avoided, vllm_room
 from experiments.plan import each_run, plan
-from experiments.step import Step
+from experiments.planning.architectures import FOLDER, Architecture, architecture_of
+from experiments.planning.costs import Card, Rates, Run, disk, forward_flops, hours, response_tokens
+from experiments.planning.fit import refuse_if_it_cannot_fit, step_of, why_not
+from experiments.planning.memory import moments, peak, state
+from experiments.planning.memory_parts import (
+    buckets,
+    gradients,
+    kept_by_layer,
+    kv_bytes_per_token,
+    logits_avoided,
+    vllm_room,
+)
+from experiments.planning.step import Step
 from otb.errors import RunError
 from tests.support.commands import run_command_line
 

@@ -1,10 +1,10 @@
-"""What the memory of one process depends on, from which experiments/memory_parts.py and memory.py count its bytes."""
+"""What the memory of one process depends on, from which memory_parts.py and memory.py count its bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.architectures import Architecture
+from experiments.planning.architectures import Architecture
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Step:
 
     @property
     def precision(self) -> str:
-        """Returns the key of KEPT_BY_LAYER in experiments/memory_parts.py."""
+        """Returns the key of KEPT_BY_LAYER in experiments/planning/memory_parts.py."""
         if self.lora_rank is not None:
             return f"lora {self.dtype}"
         return "mixed" if self.dtype == "bfloat16" and self.parallel == "ddp" else self.dtype

@@ -1,7 +1,7 @@
 """Architectures of the policies that conf/model names, and their parameter counts by arithmetic, without torch.
 
 The dimensions stand in conf/architectures/*.json, under the names of transformers' config.json; a local folder has its
-own config.json. experiments/memory_parts.py and experiments/costs.py count with them; tests/test_plan.py compares the
+own config.json. memory_parts.py and costs.py beside it count with them; tests/test_plan.py compares the
 counts with the models that transformers builds.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from otb.errors import RunError
 
-FOLDER = Path(__file__).resolve().parent.parent / "conf" / "architectures"
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "architectures"
 BIASES = {"qwen2": True, "qwen3": False, "llama": False}  # of the query, key and value projections
 HEAD_NORMS = {"qwen2": False, "qwen3": True, "llama": False}  # a norm of each query and key head
 

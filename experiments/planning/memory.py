@@ -2,12 +2,12 @@
 
 A step passes through moments that hold different things: sampling, the extra pass, the LM head, the backward pass of a
 layer, the end of the backward pass, the optimizer's update. `moments` gives the bytes of every part at each
-(experiments/memory_parts.py), and the peak is that of the largest sum. docs/plan.md compares it with measured peaks.
+(memory_parts.py), and the peak is that of the largest sum. docs/plan.md compares it with measured peaks.
 """
 
 from __future__ import annotations
 
-from experiments.memory_parts import (
+from experiments.planning.memory_parts import (
     activations,
     buckets,
     copies,
@@ -24,7 +24,7 @@ from experiments.memory_parts import (
     weights,
     working_set,
 )
-from experiments.step import Step
+from experiments.planning.step import Step
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "buckets", "activations", "lm_head", "kv_cache", "vllm")
 

@@ -6,12 +6,12 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments.costs import disk, evaluation_tokens, hours, response_tokens
-from experiments.fit import largest_share, why_not
-from experiments.memory import PARTS, moments, peak
-from experiments.memory_parts import kv_bytes_per_token, logits_avoided, vllm_room
 from experiments.plan import Plan, card_of, each_run, kept_rollouts, rates_of
-from experiments.step import Step
+from experiments.planning.costs import disk, evaluation_tokens, hours, response_tokens
+from experiments.planning.fit import largest_share, why_not
+from experiments.planning.memory import PARTS, moments, peak
+from experiments.planning.memory_parts import kv_bytes_per_token, logits_avoided, vllm_room
+from experiments.planning.step import Step
 
 GB = 1e9
 GROUP_BASELINES = ("group_mean", "grpo", "rloo")

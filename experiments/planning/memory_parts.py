@@ -1,13 +1,13 @@
 """Memory of one process by part, from dimensions alone. Pure functions without torch; each says where it is from.
 
 How far they are from measured peaks stands in docs/plan.md (benchmarks/memory_model.py). All are bytes; a token is a
-position of the padded batch. experiments/memory.py puts them together, moment by moment.
+position of the padded batch. experiments/planning/memory.py puts them together, moment by moment.
 """
 
 from __future__ import annotations
 
-from experiments.architectures import Architecture
-from experiments.step import Step
+from experiments.planning.architectures import Architecture
+from experiments.planning.step import Step
 
 TILE = (4096, 32768)  # tokens x vocabulary of TRL's fused LM head: trl/kernels/chunked_logprob.py, trl/trainer/utils.py
 # Tiles alive at once. With Triton one tile is worked on in place; without it (a CPU), torch makes these many copies.

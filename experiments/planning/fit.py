@@ -13,13 +13,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.architectures import architecture_of
-from experiments.memory import moments, peak, state
-from experiments.memory_parts import vllm_room, vllm_weights
-from experiments.step import Step
+from experiments.planning.architectures import architecture_of
+from experiments.planning.memory import moments, peak, state
+from experiments.planning.memory_parts import vllm_room, vllm_weights
+from experiments.planning.step import Step
 from otb.errors import RunError
 
-ASSUMPTIONS = Path(__file__).resolve().parent.parent / "conf" / "plan.yaml"
+ASSUMPTIONS = Path(__file__).resolve().parents[2] / "conf" / "plan.yaml"
 SYNC_EACH_FORWARD = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"  # of trl.GRPOConfig
 MORE_GPUS = (2, 4, 8, 16, 32, 64)  # that a fix may name
 FEWER_ROWS = (64, 16, 4)  # generated at a time, that a fix may name
@@ -27,7 +27,7 @@ SERVER_SHARE = 0.9  # of a GPU's memory, the default of `trl vllm-serve`
 
 
 def refuse_if_it_cannot_fit(cfg: DictConfig, card_memory_bytes: float, processes: int | None = None) -> None:
-    """Raises RunError where the run's peak by experiments/memory.py is above the memory of one of its GPUs.
+    """Raises RunError where the run's peak by experiments/planning/memory.py is above the memory of one of its GPUs.
 
     processes: of the run; None for `gpus`, or those that the launcher of a composed sweep (`cfg.hydra`) starts.
     Nothing is raised for a model whose architecture is not known: a hub id that conf/architectures does not describe.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.memory_parts import kv_bytes_per_token, vllm_room
-from experiments.step import Step
+from experiments.planning.memory_parts import kv_bytes_per_token, vllm_room
+from experiments.planning.step import Step
 
 
 @dataclass(frozen=True)
