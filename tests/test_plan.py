@@ -333,6 +333,10 @@ def test_disk_holds_weights_and_moments_of_the_last_and_weights_of_the_best():
     assert sizes["last checkpoint"] == 12 * QWEN_7B.parameters == sizes["while one is written"]  # 91.4 GB
     assert sizes["best checkpoint"] == 4 * QWEN_7B.parameters  # 30.5 GB
     assert sizes["rollouts kept"] == 1600 * 4096 * 24
+    sharded = disk(replace(PAPER, parallel="fsdp2"), Run(500, 2048, 4096, True, 26, 960), 1600, 24)
+    assert (
+        sharded["last checkpoint"] == 14 * QWEN_7B.parameters and sharded["best checkpoint"] == 2 * QWEN_7B.parameters
+    )
 
 
 # ---- the command
