@@ -102,7 +102,7 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
         """The limit is set so near that the warning is due; a minute of it is left, and as much as SLURM allows."""
         name = job("limited")["job"]
         set_limit(cluster, name, minutes=minutes_run(cluster, name) + WARNED_SECONDS_BEFORE // 60)
-        wait_for(lambda: limited.status()["state"] == "interrupted", every=LOOK)
+        wait_for(lambda: job("limited")["timeouts"] == 1, every=LOOK)  # the near limit has been read
         set_limit(cluster, name, minutes=60)
 
     def send_ranks_again() -> None:
