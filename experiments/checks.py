@@ -24,7 +24,7 @@ from experiments import trackers
 from experiments.build import build
 from experiments.command_line import CONF, near_miss
 from experiments.fields import dataclass_fields, literal_choices, trainer_fields
-from experiments.hardware import check_processes, check_this_machine
+from experiments.hardware import check_gpus, check_processes, check_this_machine
 from otb import baselines
 from otb.errors import RunError
 from otb.options import NEUTRAL_SAMPLING, batches, refuse_broken_groups, refuse_options
@@ -124,6 +124,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     _check_trainer(cfg)
     _check_baseline(cfg)
     _check_band(cfg)
+    check_gpus(cfg)
     if processes is None:
         processes = int(os.environ.get("WORLD_SIZE", 1))
         check_this_machine(cfg)

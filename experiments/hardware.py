@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -29,11 +28,15 @@ def check_processes(cfg: DictConfig, processes: int) -> None:
     _check_rollouts_by(cfg, processes)
 
 
+def check_gpus(cfg: DictConfig) -> None:
+    """Raises RunError unless `gpus` is a number of processes or null."""
+    if cfg.gpus is not None and (type(cfg.gpus) is not int or cfg.gpus < 1):
+        raise RunError(f"gpus={cfg.gpus} must be a whole number >= 1, or null for one process. Try gpus=null.")
+
+
 def check_this_machine(cfg: DictConfig) -> None:
     """Raises RunError where this process cannot use the GPUs here as the configuration wants. Loads nothing."""
     gpus = [] if cfg.trainer.get("use_cpu") else visible_gpus()
-    if cfg.gpus is not None and (type(cfg.gpus) is not int or cfg.gpus < 1):
-        raise RunError(f"gpus={cfg.gpus} must be a whole number >= 1, or null for one process. Try gpus=null.")
     if cfg.parallel.name != "ddp" and not gpus:
         raise RunError(
             f"parallel={cfg.parallel.name} divides the policy over GPUs, and no GPU is to be used here; it would train "
@@ -130,23 +133,20 @@ def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: li
     }
 
 
-def start_processes(script: Path, arguments: list[str]) -> None:
+def start_processes(cfg: DictConfig, script: str, arguments: list[str]) -> None:
     """Replaces this process by torchrun where `gpus=N` asks for several; returns where there is nothing to start.
 
-    Not in a sweep, whose launcher starts the processes, nor where somebody else has started them already.
+    script, arguments: the command as Hydra got it. Under SLURM, or under a torchrun of the user's own, the processes
+    are there already. Raises RunError where there are fewer GPUs.
     """
-    gpus = [argument.partition("=")[2] for argument in arguments if argument.startswith("gpus=")]
-    sweep = {"-m", "--multirun"} & set(arguments)
-    information = any(argument.startswith(("--cfg", "--help", "-h", "--info")) for argument in arguments)
-    if sweep or information or "WORLD_SIZE" in os.environ or not gpus or not gpus[-1].isdigit() or int(gpus[-1]) < 2:
+    if cfg.gpus is None or cfg.gpus < 2 or "WORLD_SIZE" in os.environ:
         return
     here = visible_gpus()
-    on_cpu = "trainer.use_cpu=true" in arguments
-    if not on_cpu and len(here) < int(gpus[-1]):
+    if not cfg.trainer.get("use_cpu") and len(here) < cfg.gpus:
         raise RunError(
-            f"gpus={gpus[-1]} asks for more GPUs than are visible here ({len(here)}). Use gpus={max(1, len(here))}, or "
+            f"gpus={cfg.gpus} asks for more GPUs than are visible here ({len(here)}). Use gpus={max(1, len(here))}, or "
             "trainer.use_cpu=true to try several processes on the CPU."
         )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", gpus[-1]]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cfg.gpus)]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *torchrun, str(script), *arguments])
+    os.execv(sys.executable, [sys.executable, *torchrun, script, *arguments])

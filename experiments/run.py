@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.build import opened_sandbox
 from experiments.checks import check
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
-from experiments.hardware import start_processes
+from experiments.hardware import check_gpus, start_processes
 from experiments.identity import difference, run_path, short_name
 from experiments.run_lock import RunLock, restarts
 from experiments.sweeps.jobs import JobFile, sweep_arguments
@@ -47,6 +47,8 @@ def main(cfg: DictConfig) -> None:
             run(cfg, path, command, name)
     else:
         with refusals():
+            check_gpus(cfg)
+            start_processes(cfg, __file__, sys.argv[1:])
             check(cfg)
             run(cfg, path, command)
 
@@ -200,7 +202,6 @@ def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/run.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
     with exit_codes(after_stop="continues from the last checkpoint"):
-        start_processes(Path(__file__), arguments)
         run_hydra(main, __file__, sweep_arguments(arguments), "config")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         sys.stdout.flush()

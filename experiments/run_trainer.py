@@ -7,10 +7,8 @@ class does what within a step stands at the top of otb/trainer.py.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-import os
 import resource
 import shutil
 import time
@@ -30,6 +28,7 @@ from experiments.prompt_sampler import PromptSampler
 from experiments.run_lock import RunLock
 from experiments.warning_signal import Interrupted, received
 from otb.errors import RunError, unwritable
+from otb.files import whole
 from otb.records import METRICS, RunDirectory, read_rows, sample_step
 from otb.rollouts import RolloutGroups
 from otb.tool_rollouts import ToolTrainer
@@ -308,13 +307,10 @@ class RunTrainer(ToolTrainer):
         if self._last_rollouts is None:
             return path
         table = pd.DataFrame(self._rollout_rows(groups, step=sample_step(path)))
-        aside = path.with_suffix(".writing")
         try:
-            table.to_parquet(aside)
-            os.replace(aside, path)
+            with whole(path) as aside:
+                table.to_parquet(aside)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
             raise unwritable(path, error) from error
         return path
 

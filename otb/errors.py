@@ -14,9 +14,14 @@ class RunError(Exception):
     """A problem that the user can mend. Its text says the value, the rule and the fix."""
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or the name of its type where it has no text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def unwritable(path: Path, error: Exception) -> RunError:
     """Returns the error to show for a file or folder that the operating system, or a library, could not write."""
-    reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+    reason = getattr(error, "strerror", None) or first_line(error)
     if "inline_container" in reason:  # torch.save, which does not say why
         reason = "only a part of a file fitted"
     return RunError(

@@ -11,7 +11,6 @@ lock.json           the process that writes             run_id             the n
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from otb.errors import RunError, unwritable
+from otb.files import sync_file, sync_tree, whole
 
 
 class Metric(NamedTuple):
@@ -182,37 +182,12 @@ def metric_table() -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file holds the old text or the new one, whatever happens in between."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replaces the text of a file, which holds the old text or the new one whatever happens. Raises RunError."""
     try:
-        with open(aside, "w", encoding="utf8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        with whole(path) as aside:
+            aside.write_text(text, encoding="utf8")
     except OSError as error:
-        with contextlib.suppress(OSError):  # the folder itself may be what cannot be written
-            aside.unlink(missing_ok=True)
         raise unwritable(path, error) from error
-
-
-def sync_file(path: Path) -> None:
-    """fsync of a file or a directory; nothing where it does not exist."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(directory: Path) -> None:
-    """fsync of every file below a directory and of the directories themselves."""
-    for folder, _, names in os.walk(directory):
-        for path in [*(os.path.join(folder, name) for name in names), folder]:
-            sync_file(Path(path))
 
 
 def read_rows(path: Path) -> Iterator[dict]:
@@ -362,7 +337,7 @@ class RunDirectory:
         for pattern in (".writing*", ".old-*"):
             for path in self.checkpoints.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
-        for path in [*self.path.glob(".*.[0-9]*"), *self.rollouts.glob("*.writing")]:
+        for path in [*self.path.glob(".*.[0-9]*"), *self.rollouts.glob(".*.[0-9]*")]:
             if not path.name.startswith(".lock"):  # another process may just be asking for the lock
                 path.unlink(missing_ok=True)
 

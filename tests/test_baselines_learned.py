@@ -183,7 +183,7 @@ def hidden_quality(seed: int, spread: float, tilt: float, prompts=64, group_size
     return RolloutGroups(rewards, lengths, torch.ones(prompts, group_size, tokens), reduced={"hidden": hidden})
 
 
-def test_group_correction_helps_where_prompts_differ_and_switches_itself_off_where_they_do_not():
+def test_group_correction_helps_where_prompts_differ_and_is_off_where_they_do_not():
     def trained(spread):
         probe = EnergyProbe(group_correction=True)
         for step in range(12):
@@ -203,7 +203,7 @@ def test_group_correction_helps_where_prompts_differ_and_switches_itself_off_whe
     assert loss(differing, correct=True) < 0.95 * loss(differing, correct=False)
 
 
-def test_strength_is_the_one_with_the_smallest_leave_one_out_loss_predicted_before_the_step_was_fitted():
+def test_strength_has_the_smallest_leave_one_out_loss_predicted_before_the_fit():
     probe = EnergyProbe(group_correction=True, decay=0.0, pseudo_rollouts=5.0)
     first, second = (hidden_quality(seed, 1.0, tilt=0.3, prompts=8) for seed in (0, 1))
     probe.update(seen_by(probe, first))

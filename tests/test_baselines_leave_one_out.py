@@ -60,7 +60,7 @@ def test_otb_loo_compares_with_the_others_alive_and_in_its_tails_with_those_that
 
 
 @pytest.mark.parametrize("baseline", [otb_loo, partial(otb_loo, tail="zero"), otb_carry_loo, sequence_energy_loo])
-def test_leave_one_out_value_of_a_rollout_does_not_move_with_its_own_reward_energies_or_length(baseline):
+def test_leave_one_out_value_does_not_move_with_ones_own_reward_energies_or_length(baseline):
     rollouts = random_groups()
     rewards, norms, lengths = rollouts.rewards.clone(), rollouts.score_norms.clone(), rollouts.lengths.clone()
     rewards[:, 2] += 1e4

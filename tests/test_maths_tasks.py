@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from otb.tasks.maths import BOXED, Maths, last_own_text, prompt_messages, reference
+from otb.tasks.maths import BOXED, Maths, last_assistant_text, prompt_messages, reference
 from otb.tasks.rows import Source
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -176,7 +176,7 @@ def test_rewards_come_from_the_last_assistant_message_alone(tmp_path):
         "grades/grader_timeout": 0.0,
         "grades/grader_error": 0.0,
     }
-    assert last_own_text(tool) == "\\boxed{6}"
+    assert last_assistant_text(tool) == "\\boxed{6}"
     assert little.reward([own], answer=["\\text{(E)},"]) == [None]
 
 
@@ -252,7 +252,7 @@ def broken(folder: Path, case: str) -> Maths:
         ("two evaluations", ["one of them", "task.eval_split=null"]),
         (
             "hub id not cached",
-            ["experiments.prefetch --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
+            ["otb.prefetch --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
         ),
     ],
 )

@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from otb import sandbox as api
-from otb.sandbox import Limits, Result, SandboxFailure, runtime
+from otb.sandbox import Limits, Result, SandboxFailure, broker, runner, runtime
 from otb.sandbox import bubblewrap as backend
 from otb.sandbox.bubblewrap import Bubblewrap
 from otb.sandbox.remote import Http, read_answer
@@ -462,3 +462,9 @@ def test_an_answer_of_http_without_a_run_is_a_sandbox_failure():
 def test_unsafe_subprocess_says_so_loudly():
     with pytest.warns(UserWarning, match="WITHOUT ISOLATION"), UnsafeSubprocess() as sandbox:
         assert sandbox.run("print(1 + 1)").stdout == "2\n"
+
+
+def test_broker_and_runner_which_share_no_module_agree_on_what_they_say_to_each_other():
+    for name in ("MEMORY_EXIT", "READY", "STARTED", "ENDED"):
+        assert getattr(broker, name) == getattr(runner, name), name
+    assert (broker.REQUEST.format, broker.REPORT.format) == (runner.REQUEST.format, runner.REPORT.format)

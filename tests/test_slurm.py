@@ -21,8 +21,8 @@ from tests.support.waiting import wait_for
 
 CPUS = 4  # more than there may be: the runs mostly wait
 LOOK = 0.3  # seconds between two looks at SLURM
-SEEDS = (0, 1, 2, 3)
-PREEMPTED, REQUEUED, KILLED_SUPERVISOR, KILLED = SEEDS, 1, 2, 3  # at first, and later again
+SEEDS = (0, 1, 2)  # all of them are preempted first, and later
+REQUEUED, KILLED_SUPERVISOR, KILLED = SEEDS
 LIMITED = 4  # hits its time limit
 WARNED_SECONDS_BEFORE = 600
 PROGRAMS = ("slurmctld", "slurmd", "munged")
@@ -80,12 +80,9 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
     def job(sweep: str, number: int = 0) -> dict:
         return job_files(runs_dir / sweep)[number]
 
-    def look_midway() -> None:
+    def requeue() -> None:
         cluster.script("restart-controller")
         seen["midway"] = cluster.status(runs_dir / "main")
-        twice.release(names[PREEMPTED[0]])
-
-    def requeue() -> None:
         cluster.command("scontrol", "requeue", job("main", REQUEUED)["job"])
         twice.release(names[REQUEUED])
 
@@ -102,7 +99,8 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
         """The limit is set so near that the warning is due; a minute of it is left, and as much as SLURM allows."""
         name = job("limited")["job"]
         set_limit(cluster, name, minutes=minutes_run(cluster, name) + WARNED_SECONDS_BEFORE // 60)
-        wait_for(lambda: job("limited")["timeouts"] == 1, every=LOOK)  # the near limit has been read
+        running = f"{name} RUNNING"
+        wait_for(lambda: running not in cluster.queue() or job("limited")["starts"] > 1, every=LOOK)
         set_limit(cluster, name, minutes=60)
 
     def send_ranks_again() -> None:
@@ -111,13 +109,12 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
         seen["resubmitted"] = cluster.status(runs_dir / "ranks", "--resubmit")
 
     disturbances = [
-        (lambda: names[PREEMPTED[0]] in twice.held(), look_midway),
         (lambda: names[REQUEUED] in twice.held(), requeue),
         (lambda: names[KILLED] in twice.held(), kill),
         (lambda: names[KILLED_SUPERVISOR] in twice.held(), kill_supervisor),
         (lambda: cancelled.path.name in once.held(), lambda: cluster.command("scancel", job("cancelled")["job"])),
         (lambda: limited.path.name in once.held(), come_to_the_time_limit),
-        (lambda: job("ranks")["error"] and not in_queue(cluster, job("ranks")), send_ranks_again),
+        (lambda: job("ranks")["error"] and not in_queue(cluster, job("ranks")["job"]), send_ranks_again),
     ]
     while disturbances:
         wait_for(lambda: any(ready() for ready, _ in disturbances), every=LOOK)
@@ -138,9 +135,9 @@ def minutes_run(cluster: Cluster, job: str) -> int:
 
 
 def set_limit(cluster: Cluster, job: str, minutes: int) -> None:
-    """As soon as SLURM takes it: not while the job is on its way back into the queue."""
+    """As soon as SLURM takes it, which it does not while the job is on its way back into the queue."""
     update = ("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
-    wait_for(lambda: cluster.succeeds(*update), every=LOOK)
+    wait_for(lambda: cluster.succeeds(*update) or not in_queue(cluster, job), every=LOOK)
 
 
 def start_locally(policy: Path, folder: Path):
@@ -168,8 +165,8 @@ def send_and_edit(cluster: Cluster, policy: Path, runs_dir: Path) -> str:
     return sent
 
 
-def in_queue(cluster: Cluster, job: dict) -> bool:
-    return any(line.startswith(f"{job['job']} ") for line in cluster.queue())
+def in_queue(cluster: Cluster, job: str) -> bool:
+    return any(line.startswith(f"{job} ") for line in cluster.queue())
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +219,11 @@ def test_a_disturbed_run_ends_with_the_metrics_of_an_undisturbed_one(sweeps, und
 
 
 def test_a_preempted_run_wrote_a_checkpoint_at_the_next_boundary_and_lost_no_step(sweeps):
-    assert sweeps["preempted"] == [(3, [])] * len(PREEMPTED)
-    assert not rows(the_run(sweeps["runs_dir"], PREEMPTED[0]).discarded_file)
+    assert sweeps["preempted"] == [(3, [])] * len(SEEDS)
+
+
+def test_a_requeued_run_lost_no_step(sweeps):
+    assert not rows(the_run(sweeps["runs_dir"], REQUEUED).discarded_file)
 
 
 def test_a_run_at_its_time_limit_is_requeued_and_lost_no_step(sweeps):
@@ -238,7 +238,7 @@ def test_a_killed_process_is_started_again_in_the_same_job(sweeps):
 
 
 def test_a_sweep_submitted_twice_runs_once(sweeps):
-    assert "4 of 4 runs sent" in sweeps["first"] and "0 of 4 runs sent" in sweeps["main"].stdout
+    assert "3 of 3 runs sent" in sweeps["first"] and "0 of 3 runs sent" in sweeps["main"].stdout
     assert len(list((sweeps["runs_dir"] / "main" / "submissions").iterdir())) == 1
 
 
@@ -249,14 +249,14 @@ def test_status_shows_a_row_per_run_while_they_run_and_afterwards(cluster, sweep
     assert code == 0
     for seed in SEEDS:
         assert f"otb-n2-seed{seed}" in printed
-    assert "4 done" in printed and "6/6" in printed
+    assert "3 done" in printed and "6/6" in printed
 
 
 def test_a_finished_sweep_is_not_sent_again(cluster, policy, sweeps):
     seeds = f"seed={','.join(map(str, SEEDS))}"
     done = cluster.sweep(sweeps["runs_dir"], f"model.name={policy}", "sweep=main", seeds)
     assert done.returncode == 0, done.stderr
-    assert "0 of 4 runs sent" in done.stdout and done.stdout.count("finished") == 4
+    assert "0 of 3 runs sent" in done.stdout and done.stdout.count("finished") == 3
 
 
 def test_a_bad_configuration_fails_alone_with_its_reason_and_is_not_retried(cluster, sweeps):
@@ -320,5 +320,5 @@ def test_status_without_slurm_reads_the_run_directories(sweeps):
     command = [sys.executable, "-m", "slurm.status", str(sweeps["runs_dir"] / "main")]
     variables = os.environ | {"PATH": "/nonexistent", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "4 done" in done.stdout, done.stderr
+    assert done.returncode == 0 and "3 done" in done.stdout, done.stderr
     assert "SLURM does not answer" in done.stdout

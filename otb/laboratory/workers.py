@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import transformers
 from peft import PeftModel
 
 from otb.exact_norms import trainable
+from otb.files import whole
 from otb.laboratory.estimators import Prompt, rollout_advantages, rollout_gradients
 from otb.laboratory.moments import moments, partitions
 from otb.laboratory.oracle import oracle
@@ -37,10 +37,9 @@ def start(load: Callable, sketch: int, temperature: float) -> None:
 
 
 def whole_file(write: Callable, file: Path) -> None:
-    """`write(file=...)` beside the final name, then a rename: what bears the name is whole."""
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    write(file=aside)
-    os.replace(aside, file)
+    """Calls `write(file=...)` for a name beside the final one, so that what bears the final name is whole."""
+    with whole(file) as aside:
+        write(file=aside)
 
 
 def measure_prompt(rollouts: list[Rollout], with_scores: bool, file: Path) -> None:

@@ -6,7 +6,6 @@ of prompts and LoRA targets against them, `policy_folder` (the warm start), `loa
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +17,8 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from otb.errors import RunError, unwritable
+from otb.errors import RunError, first_line, unwritable
+from otb.files import sha256_of
 from otb.policies.templates import set_chat_template, stop_at_end_of_turn
 from otb.policies.tiny_policy import build_tokenizer, model_config
 from otb.policies.warm_start import WarmStart, default_cache_dir, warm_start
@@ -152,14 +152,9 @@ def model_facts(folder: str, revision: str | None) -> dict[str, str | dict | Non
     """
     if Path(folder).is_dir():
         files = sorted(file for pattern in WEIGHT_FILES for file in Path(folder).glob(pattern))
-        return {"model": folder, "model_sha256": {file.name: _sha256(file) for file in files}}
+        return {"model": folder, "model_sha256": {file.name: sha256_of(file) for file in files}}
     config = try_to_load_from_cache(folder, "config.json", revision=revision)  # .../snapshots/COMMIT/config.json
     return {"model": folder, "model_revision": Path(config).parent.name if isinstance(config, str) else revision}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _place(name: str) -> str:
@@ -168,13 +163,12 @@ def _place(name: str) -> str:
 
 
 def _unreadable(place: str, revision: str | None, error: Exception) -> RunError:
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if Path(place).is_dir():
         return RunError(
-            f"model.name={place} cannot be read as a transformers model: {first_line}. The folder must hold what "
-            "save_pretrained writes for model and tokenizer."
+            f"model.name={place} cannot be read as a transformers model: {first_line(error)}. The folder must hold "
+            "what save_pretrained writes for model and tokenizer."
         )
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    why = "it is not in the cache and HF_HUB_OFFLINE is set" if offline else first_line
+    why = "it is not in the cache and HF_HUB_OFFLINE is set" if offline else first_line(error)
     fetch = f"python -m otb.prefetch --model {place}" + (f" --revision {revision}" if revision else "")
     return RunError(f"model.name={place} is no folder, and the hub does not give it: {why}. With network, run: {fetch}")

@@ -22,6 +22,7 @@ import torch
 import transformers
 from filelock import FileLock
 
+from otb.files import sync_tree
 from otb.policies.tiny_policy import build_model, build_tokenizer, model_config
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def warm_start(
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             (partial / "warm_start.json").write_text(json.dumps({"task": task.name, **asdict(recipe)}, indent=2) + "\n")
-            _publish(partial, folder)
+            sync_tree(partial)
+            partial.rename(folder)
     return folder
 
 
@@ -191,12 +193,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    """Gives a complete folder its final name, once its bytes are on the disk."""
-    for path in [*partial.iterdir(), partial]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    partial.rename(folder)

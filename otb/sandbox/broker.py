@@ -2,11 +2,15 @@
 
 The trainer starts it before it grows (forking a process of many gigabytes is slow, and bubblewrap's die-with-parent
 follows the thread that started it) and speaks to it over a socket: the set-up first, then one request a call. It ends
-with the trainer, however that ends, and everything in the sandbox ends with it. Standard library only; run as a script.
+with the trainer, however that ends, and everything in the sandbox ends with it.
+
+It is run as a script and imports the standard library only: it shares no module with the trainer or with runner.py, so
+that nothing of theirs can reach it. What it must have in common with runner.py is written in both files.
 """
 
 import contextlib
 import ctypes
+import enum
 import json
 import os
 import select
@@ -17,7 +21,7 @@ import struct
 import sys
 import time
 
-# As in runner.py.
+# The same as in runner.py; tests/test_sandbox.py compares them.
 MEMORY_EXIT = 86
 REQUEST = struct.Struct("=QdQQQ")
 REPORT = struct.Struct("=BQid")
@@ -31,8 +35,8 @@ CLOCK = os.sysconf("SC_CLK_TCK")
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def become_ordinary(setup):
-    """As root: binds the runtime where another uid can read it (in a mount namespace of its own) and becomes that uid.
+def drop_root(setup):
+    """Binds the runtime where another uid can read it (in a mount namespace of its own) and becomes that uid.
 
     The kernel never enforces RLIMIT_NPROC for the host's uid 0, whatever it is called inside, and lets it write to
     /proc/sys; the Python installation often lies in a folder that only root may enter.
@@ -62,63 +66,71 @@ def become_ordinary(setup):
 
 
 def processes(root):
-    """The live processes of the tree below and with `root`, host pids."""
-    found = [root]
-    for pid in found:
+    """Returns the live processes of the tree below and with `root`, host pids."""
+    pids = [root]
+    for pid in pids:
         try:
             for task in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{task}/children") as file:
-                    found += map(int, file.read().split())
+                    pids += map(int, file.read().split())
         except OSError:
-            continue  # it ended while we looked
-    return found
+            continue  # it has ended meanwhile
+    return pids
+
+
+def total(pids, name, read):
+    """Returns the sum of read(/proc/PID/name) over processes; one that has ended meanwhile adds nothing."""
+    amount = 0
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}") as file:
+            amount += read(file)
+    return amount
 
 
 def resident(pids):
-    """Bytes resident, shared pages counted once per process: an upper bound of `proportional` that costs little."""
-    total = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/statm") as file:
-                total += int(file.read().split()[1]) * PAGE
-        except OSError:
-            continue
-    return total
+    """Returns bytes resident, shared pages counted once per process: a cheap upper bound of `proportional`."""
+    return total(pids, "statm", lambda file: int(file.read().split()[1]) * PAGE)
 
 
 def proportional(pids):
-    """Bytes of memory and swap, shared pages divided among those who share them (PSS)."""
-    total = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/smaps_rollup") as file:
-                total += sum(int(line.split()[1]) << 10 for line in file if line.startswith(("Pss:", "SwapPss:")))
-        except OSError:
-            continue
-    return total
+    """Returns bytes of memory and swap, shared pages divided among those who share them (PSS)."""
+
+    def read(file):
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("Pss:", "SwapPss:")))
+
+    return total(pids, "smaps_rollup", read)
 
 
 def cpu_seconds(pids):
-    """CPU seconds of these processes and of the children they have waited for."""
-    total = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                total += sum(map(int, file.read().rpartition(")")[2].split()[11:15])) / CLOCK
-        except OSError:
-            continue
-    return total
+    """Returns CPU seconds of these processes and of the children they have waited for."""
+    return total(pids, "stat", lambda file: sum(map(int, file.read().rpartition(")")[2].split()[11:15])) / CLOCK)
+
+
+class State(enum.Enum):
+    """Where a call stands. It goes through the states in this order; one that never begins leaves out RUNNING."""
+
+    WAITING = "for a worker"
+    STARTING = "sent to the runner; its program has not begun"
+    RUNNING = "its program has begun"
+    STOPPING = "killed; the verdict is known, the process may still be there"
+    ENDED = "the runner has reported its end"
 
 
 class Call:
-    """One program on its way: waiting, starting (sent), going (began), ended."""
+    """One program on its way through the sandbox."""
 
     def __init__(self, request):
         self.id, self.limits, self.code = request["id"], request["limits"], request["code"]
-        self.pidfd = self.began = self.verdict = self.failure = None
+        self.state = State.WAITING
+        self.deadline = None  # from STARTING on: when the state has lasted too long
+        self.pidfd = None  # process 1 of the call; the runner sends it while the call is STARTING, or a little later
+        self.began = None  # when the program began; None where it never did
+        self.verdict = None  # a status that the broker decided on: from STOPPING on
+        self.failure = None  # why the program could not begin
         self.text = {}  # descriptor -> what came in
 
     def send(self, runner):
+        """Hands the program and the ends of its pipes to the runner."""
         code = os.memfd_create("code")
         with open(os.dup(code), "wb") as file:
             file.write(self.code.encode("utf-8", "surrogatepass"))
@@ -130,7 +142,7 @@ class Call:
             os.set_blocking(read, False)
             self.text[read] = b""
         theirs = [code, *(write for _, write in pipes)]
-        self.deadline = time.monotonic() + START_SECONDS
+        self.state, self.deadline = State.STARTING, time.monotonic() + START_SECONDS
         limits = (self.limits[name] for name in ("cpu_seconds", "memory_bytes", "processes", "file_bytes"))
         with contextlib.suppress(BrokenPipeError):  # the runner's end shows in the poll, and finishes this call
             socket.send_fds(runner, [REQUEST.pack(self.id, *limits)], theirs)
@@ -138,7 +150,7 @@ class Call:
             os.close(descriptor)
 
     def read(self, descriptor):
-        """Takes what is there, up to the limit. Returns whether more is wanted."""
+        """Takes what is there, up to the limit. Returns False once there will be no more to take."""
         most = 4 * self.limits["output_characters"] + 4  # bytes: UTF-8 has at most 4 a character
         while len(self.text[descriptor]) <= most:
             try:
@@ -155,28 +167,31 @@ class Call:
         return False
 
     def too_long(self, descriptor):
+        """Tells whether more characters came in than the limit of output allows."""
         text = self.text[descriptor]
         limit = self.limits["output_characters"]
         return len(text) > limit and len(text.decode("utf-8", "replace")) > limit
 
     def note_go(self):
+        """Reads the child's word before the program: it begins now, or why it cannot."""
         word = self.text[self.go]
         if word.startswith(b"+"):
             (self.began,) = struct.unpack("=d", word[1:])
-            if self.verdict is None:
-                self.deadline = self.began + self.limits["wall_seconds"]
+            if self.state is State.STARTING:
+                self.state, self.deadline = State.RUNNING, self.began + self.limits["wall_seconds"]
         else:
             self.failure = word[1:].decode()
 
     def kill(self, verdict):
+        """Decides how the call ends and kills it, as soon as its process is known. The first verdict stands."""
         self.verdict = self.verdict or verdict
-        self.deadline = time.monotonic() + START_SECONDS  # for the dying
+        self.state, self.deadline = State.STOPPING, time.monotonic() + START_SECONDS  # it must have died by then
         if self.pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # process 1: its whole namespace goes with it
 
-    def look(self):
-        """The limits that the kernel does not hold for a tree of processes without a cgroup."""
+    def check_limits(self):
+        """Holds the call to the limits that the kernel does not hold for a tree of processes without a cgroup."""
         with open(f"/proc/self/fdinfo/{self.pidfd}") as file:
             pids = processes(int(next(line for line in file if line.startswith("Pid:")).split()[1]))  # -1 = it is gone
         if resident(pids) > self.limits["memory_bytes"] and proportional(pids) > self.limits["memory_bytes"]:
@@ -185,7 +200,10 @@ class Call:
             self.kill("timeout")
 
     def result(self, code, cpu):
-        """code: exit status, negative = signal, None = the runner is gone; cpu: seconds of process 1."""
+        """Returns the answer to the trainer.
+
+        code: exit status, negative = signal, None = the runner is gone; cpu: seconds of process 1.
+        """
         seconds = time.monotonic() - self.began if self.began else 0.0
         for descriptor in (self.go, self.out, self.err):
             self.read(descriptor)  # every writer is dead: this is all there will be
@@ -209,22 +227,29 @@ class Call:
         return ("out", self.out), ("err", self.err)
 
     def close(self):
+        """Ends the call: its descriptors are closed."""
+        self.state = State.ENDED
         for descriptor in (*self.text, *([self.pidfd] if self.pidfd is not None else [])):
             os.close(descriptor)
 
 
 class Broker:
+    """Reads requests, keeps `workers` calls in the sandbox and answers for each; starts the sandbox anew if it ends."""
+
     def __init__(self, trainer, parent):
         self.trainer, self.parent = trainer, os.pidfd_open(parent)
         self.inbox = bytearray()
         self.setup = self.runner = self.sandbox = None
         self.ready = False
-        self.waiting, self.running, self.owner = [], {}, {}  # owner: descriptor -> call
+        self.waiting = []  # calls for which no worker is free
+        self.running = {}  # id -> call: those in the sandbox, in any state from STARTING to STOPPING
+        self.owner = {}  # descriptor of a pipe -> call
         self.poll = select.poll()
         for descriptor in (self.trainer.fileno(), self.parent):
             self.poll.register(descriptor, select.POLLIN)
 
     def start_sandbox(self):
+        """Starts bubblewrap with the runner in it; its READY comes over the socket."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.set_inheritable(True)
         self.errors = os.memfd_create("stderr")
@@ -242,10 +267,12 @@ class Broker:
         self.poll.register(ours, select.POLLIN)
 
     def tell(self, message):
+        """Sends a message to the trainer."""
         data = json.dumps(message).encode()
         self.trainer.sendall(struct.pack("!I", len(data)) + data)
 
-    def hear_trainer(self):
+    def read_trainer(self):
+        """Takes what the trainer sent: the set-up, then requests. Raises EOFError where the trainer is gone."""
         data = self.trainer.recv(1 << 20)
         if not data:
             raise EOFError
@@ -259,17 +286,19 @@ class Broker:
                 self.waiting.append(Call(message))
 
     def set_up(self, setup):
+        """Prepares this process as `otb.sandbox.runtime.setup` describes, and starts the sandbox."""
         self.setup = setup
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where memory runs out, the sandbox goes first, never the trainer
         binds = setup["binds"]
         if os.getuid() == 0:
-            become_ordinary(setup)
+            drop_root(setup)
         at = setup["command"].index("@BINDS@")
         setup["command"][at : at + 1] = [word for source, target in binds for word in (setup["bind"], source, target)]
         self.start_sandbox()
 
-    def hear_runner(self):
+    def read_runner(self):
+        """Takes one report of the runner: it is ready, a call has started, or a call has ended."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.runner, 1 << 16, 1, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -285,15 +314,16 @@ class Broker:
         elif what == STARTED:
             call = self.running[number]
             call.pidfd = descriptors[0]
-            if call.verdict:
+            if call.state is State.STOPPING:  # it was to be killed before its process was known
                 call.kill(call.verdict)
         else:
             self.finish(self.running[number], code, cpu)
 
     def lost_sandbox(self):
+        """Answers for all calls of a sandbox that has ended, and starts another; raises EOFError if it never ran."""
         self.poll.unregister(self.runner)
         self.runner.close()
-        self.bury_sandbox()
+        self.end_sandbox()
         errors = os.pread(self.errors, 1 << 16, 0).decode("utf-8", "replace").strip()
         os.close(self.errors)
         for call in list(self.running.values()):
@@ -305,6 +335,7 @@ class Broker:
         self.start_sandbox()
 
     def finish(self, call, code, cpu):
+        """Answers for a call that has ended, and forgets it."""
         for descriptor in call.text:
             if self.owner.pop(descriptor, None):
                 self.poll.unregister(descriptor)
@@ -313,6 +344,7 @@ class Broker:
         del self.running[call.id]
 
     def fill(self):
+        """Sends waiting calls to the sandbox while workers are free."""
         while self.ready and self.waiting and len(self.running) < self.setup["workers"]:
             call = self.waiting.pop(0)
             self.running[call.id] = call
@@ -322,19 +354,20 @@ class Broker:
                 self.poll.register(descriptor, select.POLLIN)
 
     def watch(self):
-        """Deadlines and polled limits. Returns the seconds until it is due again, None = nothing runs."""
+        """Holds calls to deadlines and polled limits. Returns the seconds until it is due again, None = no call."""
         now = time.monotonic()
         for call in list(self.running.values()):
             if now < call.deadline:
-                if call.began and call.pidfd is not None and call.verdict is None and now - call.began >= TICK:
-                    call.look()
-            elif call.pidfd is not None and call.verdict is None:
-                call.kill("timeout" if call.began else "sandbox_failure")
-            else:  # it neither starts nor dies
+                if call.state is State.RUNNING and call.pidfd is not None and now - call.began >= TICK:
+                    call.check_limits()
+            elif call.state is State.STOPPING or call.pidfd is None:  # it neither starts nor dies
                 os.kill(self.sandbox, signal.SIGKILL)
+            else:
+                call.kill("timeout" if call.state is State.RUNNING else "sandbox_failure")
         return min((max(0.001, min(TICK, call.deadline - now)) for call in self.running.values()), default=None)
 
     def serve(self):
+        """Works until the trainer's process has ended."""
         due = None
         looked = 0.0
         while True:
@@ -342,19 +375,19 @@ class Broker:
                 if descriptor == self.parent:
                     return
                 if descriptor == self.trainer.fileno():
-                    self.hear_trainer()
+                    self.read_trainer()
                 elif descriptor in self.owner:
                     if not self.owner[descriptor].read(descriptor):
                         del self.owner[descriptor]
                         self.poll.unregister(descriptor)
                 elif descriptor == self.runner.fileno():  # anything else belonged to a call that has just ended
-                    self.hear_runner()
+                    self.read_runner()
             self.fill()
             now = time.monotonic()
             if due is None or now - looked >= due:
                 due, looked = self.watch(), now
 
-    def bury_sandbox(self):
+    def end_sandbox(self):
         """Ends the sandbox and waits until nothing of it is left; orphans of it became our children."""
         if self.sandbox is not None:
             os.kill(self.sandbox, signal.SIGKILL)
@@ -365,6 +398,7 @@ class Broker:
 
 
 def main():
+    """Serves the trainer: arguments are the number of the socket to it and its pid."""
     trainer, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     trainer.set_inheritable(False)
     pr_set_child_subreaper = 36
@@ -381,7 +415,7 @@ def main():
             raise
         broker.tell({"broken": str(error)})
     finally:
-        broker.bury_sandbox()
+        broker.end_sandbox()
 
 
 if __name__ == "__main__":

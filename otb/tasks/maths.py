@@ -1,7 +1,7 @@
 """Maths problems with a checkable final answer: GSM8K, MATH, AIME, AMC, DAPO-Math and others in their row formats.
 
-One class, told by its arguments where question and answer stand; conf/task/*.yaml holds those arguments. Built by
-Hydra for experiments/; graded by otb.tasks.grading.
+One class serves them all: its arguments say where question and answer stand, and conf/task/*.yaml holds the arguments.
+Hydra builds it for experiments/; otb.tasks.grading grades its responses.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,75 +26,79 @@ if TYPE_CHECKING:
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
 
 
+@dataclass(frozen=True)
 class Maths:
-    r"""A task of `otb.tasks.Task`. Data are read when first asked for; every complaint about them is a ValueError.
+    r"""A task of `otb.tasks.Task` over rows of a data set, which are read when they are first asked for.
 
-    name: what errors and records call it.
-    path: a file (.jsonl, .json, .parquet, .csv), a folder of such files or of `save_to_disk`, or a hub id.
-    question_column, answer_column: names, or dotted paths into nested columns (`reward_model.ground_truth`). A question
-        is a string or a list of chat messages.
-    max_completion_length: tokens of a response, at most.
-    train_split, eval_split: a split's name; `only` = the one split there is; None = no such rows.
-    evaluation: another task whose evaluation rows serve instead of an own split (train on DAPO, evaluate on AIME24).
-    config, revision: of the hub's data set.
-    answer_after: the reference is what follows the last such mark in the answer column (GSM8K: `####`).
-    answer_marker: a response may also state its answer on a line that starts so (DAPO: `Answer:`).
-    system_prompt: a first message, where the row has none. instruction: ends the user's message, where it does not yet.
-    max_eval_rows: the first so many evaluation rows; None = all.
-    drop_unanswered: rows without a question or an answer are dropped; by default they are an error.
-    max_turns: assistant turns with Python as a tool, the last of which can only answer; None = no tool. Own and tool
-        tokens then share `max_completion_length`, and the answer is read from the policy's own last message.
+    Args:
+        name: What errors and records call the task.
+        path: A file (.jsonl, .json, .parquet, .csv), a folder of such files or of `save_to_disk`, or a hub id.
+        question_column, answer_column: Names, or dotted paths into nested columns (`reward_model.ground_truth`). A
+            question is a string or a list of chat messages.
+        max_completion_length: Tokens of a response, at most.
+        train_split, eval_split: A split's name; `only` = the one split there is; None = no such rows.
+        evaluation: Another task whose evaluation rows serve instead (train on DAPO, evaluate on AIME24).
+        config, revision: Of the hub's data set.
+        answer_after: The reference is what follows the last such mark in the answer column (GSM8K: `####`).
+        answer_marker: A response may also state its answer on a line that starts so (DAPO: `Answer:`).
+        system_prompt: A first message, where the row has none.
+        instruction: The end of the user's message, where it does not stand there yet.
+        max_eval_rows: The first so many evaluation rows; None = all.
+        drop_unanswered: Rows without a question or an answer are dropped; by default they are an error.
+        max_turns: Assistant turns with Python as a tool, the last of which can only answer; None = no tool. Own and
+            tool tokens then share `max_completion_length`, and the answer is read from the policy's last message.
+
+    Raises:
+        ValueError: An argument or the data make no task; the text says the value, the rule and the fix.
     """
 
-    def __init__(
-        self,
-        name: str,
-        path: str | None,
-        question_column: str,
-        answer_column: str,
-        max_completion_length: int,
-        train_split: str | None = None,
-        eval_split: str | None = None,
-        evaluation: Maths | None = None,
-        config: str | None = None,
-        revision: str | None = None,
-        answer_after: str | None = None,
-        answer_marker: str | None = None,
-        system_prompt: str | None = None,
-        instruction: str | None = BOXED,
-        max_eval_rows: int | None = None,
-        drop_unanswered: bool = False,
-        max_turns: int | None = None,
-    ) -> None:
-        if path is None:
-            raise ValueError(f"task {name} has path=null: no hub id of it is known to us. Try task.path=FOLDER.")
-        counts = {"max_completion_length": (max_completion_length, 1, 32), "max_eval_rows": (max_eval_rows, 1, 32)}
-        counts["max_turns"] = (max_turns, MIN_TURNS, 5)
-        for key, (count, least, usual) in counts.items():
+    name: str
+    path: str | None
+    question_column: str
+    answer_column: str
+    max_completion_length: int
+    train_split: str | None = None
+    eval_split: str | None = None
+    evaluation: Maths | None = None
+    config: str | None = None
+    revision: str | None = None
+    answer_after: str | None = None
+    answer_marker: str | None = None
+    system_prompt: str | None = None
+    instruction: str | None = BOXED
+    max_eval_rows: int | None = None
+    drop_unanswered: bool = False
+    max_turns: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            raise ValueError(f"task {self.name} has path=null: no hub id of it is known to us. Try task.path=FOLDER.")
+        for key, least, usual in (
+            ("max_completion_length", 1, 32),
+            ("max_eval_rows", 1, 32),
+            ("max_turns", MIN_TURNS, 5),
+        ):
+            count = getattr(self, key)
             if count is not None and count < least:
-                raise ValueError(f"{key}={count} of task {name}; it must be at least {least}. Try {key}={usual}.")
-        if eval_split is not None and evaluation is not None:
+                raise ValueError(f"{key}={count} of task {self.name}; it must be at least {least}. Try {key}={usual}.")
+        if self.eval_split is not None and self.evaluation is not None:
             raise ValueError(
-                f"task {name} has eval_split={eval_split!r} and evaluation={evaluation.name!r}; evaluation rows come "
-                f"from one of them. Try task.eval_split=null."
+                f"task {self.name} has eval_split={self.eval_split!r} and evaluation={self.evaluation.name!r}; "
+                f"evaluation rows come from one of them. Try task.eval_split=null."
             )
-        if train_split is not None and train_split == eval_split:
+        if self.train_split is not None and self.train_split == self.eval_split:
             raise ValueError(
-                f"task {name} has train_split=eval_split={eval_split!r}: it would be evaluated on its training rows. "
-                f"Try task.train_split=null to evaluate only, or another split."
+                f"task {self.name} has train_split=eval_split={self.eval_split!r}: it would be evaluated on its "
+                f"training rows. Try task.train_split=null to evaluate only, or another split."
             )
-        self.name, self.path, self.config, self.revision = name, path, config, revision
-        self.question_column, self.answer_column = question_column, answer_column
-        self.train_split, self.eval_split, self.evaluation = train_split, eval_split, evaluation
-        self.answer_after, self.answer_marker = answer_after, answer_marker
-        self.system_prompt, self.instruction = system_prompt, instruction
-        self.max_completion_length, self.max_eval_rows = max_completion_length, max_eval_rows
-        self.drop_unanswered = drop_unanswered
-        self.max_turns = max_turns
-        self.environment: type | None = None if max_turns is None else PythonTool
+
+    @property
+    def environment(self) -> type[PythonTool] | None:
+        """What makes the environment of one rollout; None without tools."""
+        return None if self.max_turns is None else PythonTool
 
     def train_dataset(self) -> Dataset:
-        """Rows `prompt` (chat messages), `answer` (str). ValueError where the task has no training rows."""
+        """Returns rows `prompt` (chat messages), `answer` (str). Raises ValueError for a task without training rows."""
         if self.train_split is None:
             raise ValueError(
                 f"task {self.name} has train_split=null: its rows are for evaluation. Try task=gsm8k, or a training "
@@ -102,7 +107,7 @@ class Maths:
         return self._train
 
     def eval_dataset(self) -> Dataset:
-        """Rows as of `train_dataset`, from `evaluation` where there is one; at most `max_eval_rows`."""
+        """Returns rows like those of `train_dataset`, of `evaluation` where there is one; at most `max_eval_rows`."""
         rows = self._eval if self.evaluation is None else self.evaluation.eval_dataset()
         return rows if self.max_eval_rows is None else rows.select(range(min(self.max_eval_rows, len(rows))))
 
@@ -164,11 +169,11 @@ class Maths:
         return made if len(kept) == len(made) else made.select(kept)
 
     def grades(self, completions: list, answer: list[str]) -> list[Grade]:
-        """The grade of each rollout: its last assistant message against the reference."""
-        return grade_batch([last_own_text(messages) for messages in completions], answer, self.answer_marker)
+        """Grades the last assistant message of each rollout against the reference."""
+        return grade_batch([last_assistant_text(messages) for messages in completions], answer, self.answer_marker)
 
     def reward(self, completions: list, answer: list[str], log_metric: Callable | None = None, **columns: Any) -> list:
-        """1.0 correct, 0.0 wrong or unparsable, None where the grader failed (unscored). One entry per rollout.
+        """Returns a reward per rollout: 1.0 correct, 0.0 wrong or unparsable, None where the grader failed (unscored).
 
         `log_metric(name, value)`, which TRL passes, receives the share of each outcome as `grades/<outcome>`.
         """
@@ -180,7 +185,7 @@ class Maths:
         return [grade.reward for grade in grades]
 
     def provenance(self) -> dict:
-        """What was read, for environment.json: per part (train, eval) the source, its hashes and a hash of the rows.
+        """Returns what was read, for environment.json: source, its hashes and a hash of the rows, of train and eval.
 
         `prompts_and_answers_sha256` is the same for a local copy and the hub's rows, whatever the file format.
         """
@@ -201,7 +206,7 @@ class Maths:
 
 
 def prompt_messages(question: str | list | None, system_prompt: str | None, instruction: str | None) -> list[dict]:
-    """Chat messages that end with the user's; [] where there is no question. ValueError for another type of cell."""
+    """Returns chat messages that end with the user's, [] without a question. Raises ValueError for another cell."""
     if question is None or not question:
         return []
     if isinstance(question, str):
@@ -222,7 +227,7 @@ def prompt_messages(question: str | list | None, system_prompt: str | None, inst
 
 
 def reference(cell: Any, answer_after: str | None) -> str:
-    """The reference as a string, '' where there is none. 27.0 -> '27'. ValueError for a cell that is no answer."""
+    """Returns the reference as a string, '' where there is none; 27.0 -> '27'. Raises ValueError for another cell."""
     if cell is None or cell != cell:  # NaN, as pandas writes an empty number
         return ""
     if isinstance(cell, bool) or not isinstance(cell, (str, int, float)):
@@ -234,27 +239,28 @@ def reference(cell: Any, answer_after: str | None) -> str:
     return (boxed or text).strip()
 
 
-def last_own_text(messages: list[dict]) -> str:
-    """The text of the last assistant message; '' where there is none, or it holds only tool calls."""
-    own = [message for message in messages if message["role"] == "assistant"]
-    return (own[-1].get("content") or "") if own else ""
+def last_assistant_text(messages: list[dict]) -> str:
+    """Returns the text of the last assistant message; '' where there is none, or it holds only tool calls."""
+    assistant = [message for message in messages if message["role"] == "assistant"]
+    return (assistant[-1].get("content") or "") if assistant else ""
 
 
 def _cell(row: Mapping, column: str) -> Any:
-    """The cell at a dotted path; None where a nested part is missing in this row."""
+    """Returns the cell at a dotted path; None where a nested part is missing in this row."""
+    cell: Any = row
     for part in column.split("."):
-        row = row.get(part) if isinstance(row, Mapping) else None
-    return row
+        cell = cell.get(part) if isinstance(cell, Mapping) else None
+    return cell
 
 
 def _require_column(rows: Dataset, column: str, name: str, path: str) -> None:
     outer, *inner = column.split(".")
-    found = list(rows.column_names)
-    if outer in found and inner:
+    columns = list(rows.column_names)
+    if outer in columns and inner:
         cell = rows[0][outer]
-        found = [f"{outer}.{key}" for key in cell] if isinstance(cell, dict) else [outer]
-    if ".".join([outer, *inner[:1]]) not in found:
+        columns = [f"{outer}.{key}" for key in cell] if isinstance(cell, dict) else [outer]
+    if ".".join([outer, *inner[:1]]) not in columns:
         raise ValueError(
-            f"Column {column!r} of task {name} is not in path={path!r}; found: {', '.join(sorted(found))}. Set "
+            f"Column {column!r} of task {name} is not in path={path!r}; found: {', '.join(sorted(columns))}. Set "
             f"task.question_column and task.answer_column."
         )

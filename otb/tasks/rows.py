@@ -7,11 +7,13 @@ the network, and a hub id honours HF_HUB_OFFLINE.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from otb.errors import first_line
+from otb.files import sha256_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -70,7 +72,7 @@ def provenance(source: Source, rows: Dataset) -> dict:
     else:
         files = _files_of_split(source, local)
     name = {file: str(file.relative_to(local)) if local.is_dir() else file.name for file in files}
-    return found | {"rows": len(rows), "sha256": {name[file]: _sha256(file) for file in files}}
+    return found | {"rows": len(rows), "sha256": {name[file]: sha256_of(file) for file in files}}
 
 
 def _hub_rows(source: Source) -> Dataset:
@@ -91,8 +93,9 @@ def _hub_rows(source: Source) -> Dataset:
         )
         raise ValueError(
             f"path={source.path!r} is no local file or folder, and as a hub id it could not be read: {why} "
-            f"({type(error).__name__}: {_first_line(error)}). Run `python -m otb.prefetch {arguments}` where there is "
-            f"network (same HF_HOME), or give a local folder: task.path=FOLDER."
+            f"({type(error).__name__}: {first_line(error)[:200]}). "
+            f"Run `python -m otb.prefetch {arguments}` where there is network (same HF_HOME), or give a local folder: "
+            "task.path=FOLDER."
         ) from error
     return splits[_choose(source, list(splits))]
 
@@ -117,7 +120,7 @@ def _local_rows(source: Source, local: Path) -> Dataset:
     except Exception as error:  # datasets raises its own, pyarrow's and pandas' errors for a file it cannot read
         raise ValueError(
             f"path={source.path!r}: {files[0].name} holds no row that can be read as {builder} "
-            f"({type(error).__name__}: {_first_line(error)}). Check that the file is complete and of that format."
+            f"({type(error).__name__}: {first_line(error)[:200]}). Check that the file is complete and of that format."
         ) from error
 
 
@@ -173,12 +176,3 @@ def _missing_path(path: Path) -> str:
 
 def _suffixes() -> str:
     return ", ".join(BUILDERS)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -12,6 +12,7 @@ Moments:
   warm start 9          nine steps of the warm start are done
 """
 
+import contextlib
 import os
 import time
 from functools import wraps
@@ -41,9 +42,10 @@ class Hold:
         """The runs that wait now, name of the run directory -> process id."""
         waiting = {}
         for file in self.folder.glob("*.held"):
-            pid = int(file.read_text())
-            if alive(pid):  # a killed run leaves its file behind
-                waiting[file.stem] = pid
+            with contextlib.suppress(FileNotFoundError):  # it has just gone on
+                pid = int(file.read_text())
+                if alive(pid):  # a killed run leaves its file behind
+                    waiting[file.stem] = pid
         return waiting
 
     def wait(self, process=None, run: str | None = None) -> int:

@@ -1,0 +1,52 @@
+"""Files that are whole or absent, whatever happens while they are written. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yields a name beside `path` to write to; that file takes the place of `path` when the block ends.
+
+    Its bytes are on the disk before it does. An error of the block, or OSError from the file system, is raised and
+    leaves `path` as it was.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield aside
+        sync_file(aside)
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the folder itself may be what cannot be written
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def sync_file(path: Path) -> None:
+    """Waits until a file or a directory is on the disk (fsync). Does nothing where it does not exist."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Waits until every file below a directory and the directories themselves are on the disk."""
+    for folder, _, names in os.walk(directory):
+        for path in [*(os.path.join(folder, name) for name in names), folder]:
+            sync_file(Path(path))
+
+
+def sha256_of(file: Path) -> str:
+    """Returns the SHA-256 of a file's bytes, in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
