@@ -10,7 +10,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from otb.errors import RunError
+from otb.errors import RunError, first_line
 from otb.sandbox import Sandbox, SandboxFailure
 
 
@@ -23,7 +23,7 @@ def build(cfg: DictConfig, group: str):
         return instantiate(cfg[group], _convert_="object")
     except InstantiationException as error:
         cause = error.__cause__ or error
-        reason = str(cause).splitlines()[0]
+        reason = first_line(cause)
         if not isinstance(cause, ValueError):
             raise RunError(f"{group}: {type(cause).__name__}: {reason}") from error
         keys = "|".join(re.escape(str(key)) for key in cfg[group])

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from experiments.warning_signal import Interrupted
-from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError
+from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, first_line
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "experiment")
@@ -80,7 +80,7 @@ def refuse_unknown_choices(arguments: list[str], config_name: str = "config") ->
         try:
             override = OverridesParser.create().parse_override(argument)
         except HydraException as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise RunError(
                 f"{argument} cannot be read as KEY=VALUE: {reason}. Quote what the shell may take."
             ) from error

@@ -33,6 +33,11 @@ group chosen as `GROUP=CHOICE`; the command line wins over a recipe (`experiment
 the folder of the sweep and `wait=false` returns once its jobs are queued ([runs.md](runs.md)). A choice that builds on
 another one, such as `gsm8k_tools` on `gsm8k`, lists here only what it changes.
 """
+PLAN = """## The planner: `experiments/plan.py`
+
+It takes the keys of a run, and beside them those of [conf/plan.yaml](../conf/plan.yaml), where `cards`,
+`evaluation_prompts` and `claimed_saving` stand too, with their sources.
+"""
 HIDDEN = ("defaults", "hydra")  # top-level keys that are Hydra's machinery
 
 
@@ -55,6 +60,7 @@ def document() -> str:
         if keys and group != "experiment":  # a recipe sets the keys of a run
             parts.append(table(keys, prefix=group.replace("/", ".") + ".", files=files))
     parts += ["## The laboratory: `experiments/variance.py`\n", table(keys_of(CONF / "variance.yaml"))]
+    parts += [PLAN, table([key for key in keys_of(CONF / "plan.yaml") if key.meaning])]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -13,7 +13,7 @@ import sys
 
 from huggingface_hub import constants
 
-from otb.errors import CRASHED
+from otb.errors import CRASHED, first_line
 
 # What transformers loads; the same weights in other formats would double the download.
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(fetch())
         except (OSError, ValueError) as error:  # both libraries' network and not-found errors are among these
             failed = True
-            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            reason = first_line(error)[:200]
             print(
                 f"{hub_id} could not be fetched ({type(error).__name__}: {reason}). It needs network, a hub id that "
                 f"exists and, for a gated one, HF_TOKEN; behind a mirror set HF_ENDPOINT.",

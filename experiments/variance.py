@@ -28,6 +28,7 @@ from experiments.build import opened_sandbox
 from experiments.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
 from experiments.run_lock import RunLock
 from otb.errors import RunError
+from otb.files import sha256_of
 from otb.records import write_atomically
 
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
@@ -121,11 +122,7 @@ def weights_digest(checkpoint: Path) -> str:
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
         raise RunError(f"checkpoint={checkpoint} holds no *.safetensors. Give RUN/checkpoints/step-XXXXXXXX.")
-    digest = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(bytes.fromhex(sha256_of(file)) for file in files)).hexdigest()
 
 
 def command_line(arguments: list[str]) -> None:
