@@ -33,8 +33,8 @@ def report(tmp_path_factory):
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """Reports without PDF, PNG and CSV files, which take most of their time."""
+def no_files(monkeypatch):
+    """Reports without PDF, PNG and CSV files of their figures."""
 
     def save(axes, path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +43,12 @@ def quick(monkeypatch):
         return [path.with_suffix(".png")]
 
     monkeypatch.setattr("analysis.report.parts.save", save)
+
+
+@pytest.fixture
+def quick(no_files, monkeypatch):
+    """Reports whose figures are made and not rendered, which takes most of the time."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **options: file.write("<svg></svg>"))
 
 
 def findings(folder, target=0.8) -> dict[str, list[Finding]]:
@@ -304,7 +310,7 @@ def test_paths_are_cut_and_hub_ids_are_not():
     assert without_paths("path: ~/data/gsm8k") == "path: gsm8k"
 
 
-def test_the_real_runs_in_the_repository_give_a_whole_report(tmp_path, quick):
+def test_the_real_runs_in_the_repository_give_a_whole_report(tmp_path, no_files):
     copy = tmp_path / "runs"
     shutil.copytree(REAL_RUNS, copy)
     assert main([str(copy)]) == 0

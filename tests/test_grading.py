@@ -202,7 +202,7 @@ def test_plain_answers_are_graded_without_math_verify(asked):
     ],
     ids=["open boxes", "nested braces", "open braces", "hashes", "long number", "long box", "backslashes"],
 )
-def test_a_hundred_kilobytes_of_hostile_text_are_refused_without_math_verify_and_in_linear_time(text, asked):
+def test_hostile_text_of_100_kb_is_refused_in_linear_time_and_without_math_verify(text, asked):
     started = time.process_time()
     found = grade(text, "5", marker="Answer:")
     # Time of the processor, measured 0.01 s; in time that grows with the square of the text it would be minutes.

@@ -37,11 +37,12 @@ def log(tmp_path_factory):
     return tmp_path_factory.mktemp("logs") / "log"
 
 
-def laboratory(log, policy, runs_dir, **changed) -> str:
+def laboratory(log, policy, runs_dir, quick=True, **changed) -> str:
     """The command to its end -> what it printed. `changed` with `__` for a dot."""
     values = SMALL | {"model.name": policy, "runs_dir": runs_dir}
     values |= {key.replace("__", "."): value for key, value in changed.items()}
-    code, printed = commands.run([f"{key}={value}" for key, value in values.items()], log, script="variance")
+    given = [f"{key}={value}" for key, value in values.items()]
+    code, printed = commands.run(given, log, script="variance", quick=quick)
     assert code == 0, printed
     return printed
 
@@ -72,7 +73,7 @@ def runs(policy, tmp_path_factory, log):
 def measured(policy, runs, tmp_path_factory, log):
     """The folder of a measurement of a checkpoint, and what the command printed."""
     runs_dir = tmp_path_factory.mktemp("measured")
-    printed = laboratory(log, policy, runs_dir, checkpoint=runs["whole"])
+    printed = laboratory(log, policy, runs_dir, quick=False, checkpoint=runs["whole"])
     return the_folder(runs_dir), printed
 
 
@@ -83,6 +84,7 @@ def test_measurement_of_a_checkpoint_leaves_its_tables_and_figures_and_names_eve
         assert (folder / name).stat().st_size > 0
     figures = {path.name for path in (folder / "figures").iterdir()}
     assert figures == {f"{name}.{end}" for name in ("noise", "bias", "proxy") for end in ("png", "pdf", "csv")}
+    assert all(path.stat().st_size > 100 for path in (folder / "figures").iterdir())
     assert all(f" {name} " in printed for name in BASELINES)
     assert "N = 2" in printed and "N = 4" in printed and "3 prompts" in printed and str(folder) in printed
 

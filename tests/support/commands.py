@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from tests.support import holds
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
@@ -66,14 +68,18 @@ def start(
     limit: int | None = None,
     script: str = "run",
     cpu_seconds: float | None = None,
+    quick: bool = True,
     **environment,
 ) -> multiprocessing.Process:
     """`experiments/SCRIPT.py` in a process of its own; what it prints goes into `log`.
 
     limit: the largest file that it may write, in bytes: a full disk. File modes hold for it even where root runs it.
     cpu_seconds: after so much time of the processor SIGPROF kills it. `cpu_seconds(log)` has what it took to its end.
+    quick: files of figures stay empty (rendering takes a fifth of the time of a short run), and processes of a pool are
+    forked from the command (spawned, each would import torch).
     """
-    process = context.Process(target=_command, args=(script, given, str(log), limit, cpu_seconds, environment))
+    options = {"limit": limit, "cpu_seconds": cpu_seconds, "quick": quick, "environment": environment}
+    process = context.Process(target=_command, args=(script, given, str(log)), kwargs=options)
     process.start()
     return process
 
@@ -127,9 +133,7 @@ def run_light(given: list[str], cwd: Path = ROOT, script: str = "run", **environ
     return done
 
 
-def _command(
-    script: str, given: list[str], log: str, limit: int | None, cpu_seconds: float | None, environment: dict[str, str]
-) -> None:
+def _command(script: str, given: list[str], log: str, *, limit, cpu_seconds, quick, environment) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -138,6 +142,9 @@ def _command(
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     holds.install()
+    if quick:
+        Figure.savefig = lambda figure, path, **options: Path(path).touch()
+        multiprocessing.get_context = lambda method=None: multiprocessing.context.ForkContext()
     if cpu_seconds is not None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF; its default action ends the process
     try:
