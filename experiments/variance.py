@@ -28,6 +28,7 @@ from experiments.run_lock import RunLock
 from otb.errors import RunError
 from otb.records import write_atomically
 
+PATHS = ("checkpoint", "run", "model.name")  # keys whose value may be the folder of a run or of its checkpoint
 REFUSED, INTERRUPTED = 2, 130  # exit codes; 1 is a crash
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
@@ -137,10 +138,10 @@ def command_line(arguments: list[str]) -> None:
 def quoted(argument: str) -> str:
     """`checkpoint=PATH` as Hydra wants it: the names of runs have `=` in them."""
     key, _, value = argument.partition("=")
-    if key != "checkpoint" or value in ("", "null") or value[0] in "'\"":
+    if key not in PATHS or value in ("", "null") or value[0] in "'\"":
         return argument
     escaped = value.replace("'", "\\'")
-    return f"checkpoint='{escaped}'"
+    return f"{key}='{escaped}'"
 
 
 if __name__ == "__main__":
