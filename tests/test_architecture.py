@@ -106,6 +106,7 @@ LIGHT = [
     "otb.baselines.otb",
     "otb.baselines.energy_probe",
     "otb.baselines.trajectory_cv",
+    "experiments.evaluate",
     "experiments.run",
     "experiments.run_lock",
     "experiments.settings",

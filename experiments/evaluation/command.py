@@ -18,6 +18,7 @@ from otb.errors import RunError
 from otb.records import RunDirectory
 
 SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs")
+OF_A_RUN = ("task", "model", "temperature", "trainer", "steps")  # keys in the config.yaml of every run
 VLLM_MODES = ("colocate", "server")
 
 
@@ -33,7 +34,7 @@ def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
             raise RunError(f"{key}={value} must be true or false. Try {key}=false.")
     check_policies(cfg, given)
     run = None if cfg.run is None else RunDirectory(Path(str(cfg.run)).expanduser())
-    recorded = None if run is None else OmegaConf.load(run.config_file)
+    recorded = None if run is None else recorded_configuration(run)
     names = task_names(cfg, given)
     if names is not None:
         kept = [override for override in overrides if override.lstrip("+").split("=", 1)[0] != "tasks"]
@@ -53,6 +54,15 @@ def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
     if run is not None and not cfg.watch and not wanted.checkpoints():
         raise RunError(f"run={cfg.run} has no complete checkpoint yet. Use watch=true to wait for its checkpoints.")
     return wanted
+
+
+def recorded_configuration(run: RunDirectory) -> DictConfig:
+    """Returns the configuration that a run wrote; raises RunError where the folder is no run directory."""
+    recorded = OmegaConf.load(run.config_file) if run.config_file.is_file() else {}
+    if not all(key in recorded for key in OF_A_RUN):
+        what = "is not a folder" if not run.path.is_dir() else "holds no config.yaml of a run"
+        raise RunError(f"run={run.path} {what}. Give a run directory, such as runs/arithmetic-tiny/otb-n4-seed0.")
+    return recorded
 
 
 def of_run(recorded: DictConfig) -> dict:
@@ -114,10 +124,6 @@ def check_policies(cfg: DictConfig, given: set[str]) -> None:
         )
     if models := sorted(key for key in given if key == "model" or key.startswith("model.")):
         raise RunError(f"{models[0]} is set, and the model of run={cfg.run} is the run's own. Leave one of them out.")
-    folder = Path(str(cfg.run)).expanduser()
-    if not RunDirectory(folder).config_file.is_file():
-        what = "holds no config.yaml, so that it is no run" if folder.is_dir() else "is not a folder"
-        raise RunError(f"run={cfg.run} {what}. Give a run directory, such as runs/arithmetic-tiny/otb-n4-seed0.")
 
 
 def check_task(cfg: DictConfig) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -111,6 +112,8 @@ class Plan:
         """Removes what is held of the run's checkpoints; called when all of them are evaluated."""
         if self.run is not None:
             shutil.rmtree(self.held(0).parent, ignore_errors=True)
+            with suppress(OSError):  # another command may hold a checkpoint, too
+                self.held(0).parents[1].rmdir()
 
     # ---- work
 

@@ -1,4 +1,4 @@
-"""The real commands in processes that tests may kill: `experiments/run.py` and `experiments/variance.py`.
+"""The real commands in processes that tests may kill: `run.py`, `variance.py` and `evaluate.py` in experiments/.
 
 They are forked from a server that has imported torch.
 
@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = ["experiments.run", "experiments.train", "experiments.summary", "analysis.learning_curves"]
 PRELOAD += ["experiments.variance", "experiments.laboratory", "tests.support.parity_task", "tests.support.commands"]
+PRELOAD += ["experiments.evaluate", "experiments.evaluation.evaluator", "experiments.evaluation.report"]
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
 
