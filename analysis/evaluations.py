@@ -134,14 +134,14 @@ def measures(samples: pd.DataFrame, k: int) -> pd.DataFrame:
     samples: of `read_samples`, k of each problem. Columns: measure, k, estimate, low, high, problems (which counted).
     """
     table = problem_table(samples)
-    found = [("avg_at_k", k, over_problems(table.avg_at_k))]
+    found = [("avg_at_k", k, over_problems(table.avg_at_k.to_numpy()))]
     if k > 1:
         error = sampling_error(table.scored.to_numpy(), table.right.to_numpy())
         found.append(("avg_at_k_sampling_error", k, Interval(error, np.nan, np.nan, len(table))))
     curve = pass_curve(table.scored.to_numpy(), table.right.to_numpy(), k)
     found += [("pass_at_k", j + 1, over_problems(curve[:, j])) for j in range(k)]
     for name in [name for name in MEASURES if name in table and name != "avg_at_k"]:
-        found.append((name, k, over_problems(table[name], share=not name.endswith("tokens"))))
+        found.append((name, k, over_problems(table[name].to_numpy(), share=not name.endswith("tokens"))))
     rows = [(name, size, value.estimate, value.low, value.high, value.seeds) for name, size, value in found]
     return pd.DataFrame(rows, columns=["measure", "k", "estimate", "low", "high", "problems"])
 

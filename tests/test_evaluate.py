@@ -197,6 +197,10 @@ def test_batches_hold_every_sample_once_and_are_of_one_size(problems, samples, r
     assert sorted(pair for batch in pairs for pair in batch) == [(p, s) for p in range(problems) for s in range(k)]
     assert all(0 < len(batch) <= batches.size for batch in pairs)
     assert batches.size % parts == 0 and batches.size < rollouts + parts
+    for batch, expected in enumerate(pairs):
+        drawn = [batches.drawn_by(batch, part) for part in range(parts)]
+        assert {len(rows) for rows, _ in drawn} == {batches.size // parts}
+        assert [pair for rows, count in drawn for pair in rows[:count]] == expected
     rounds = [batches.pairs(batch) for batch in range(batches.count(samples))]
     assert pairs[: len(rounds)] == rounds  # a larger k only adds
 
@@ -287,7 +291,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_evaluated_to_the_end(run
     process.join()
     shutil.rmtree(run.checkpoint(step))
     code, printed = commands.run(given, log, script="evaluate")
-    assert code == 0 and f"step {step} " in printed
+    assert code == 0 and f"│ {step} " in printed
     for expected in (tmp_path / "expected").rglob("results.json"):
         mine = tmp_path / "found" / expected.relative_to(tmp_path / "expected")
         assert_same_samples(EvaluationFolder(mine.parent), EvaluationFolder(expected.parent))

@@ -185,14 +185,10 @@ class Evaluator:
 
     def _batch(self, trainer: SamplingTrainer, inputs: Inputs, batches: Batches, batch: int, part: int) -> list[dict]:
         """Returns the samples of one batch, or of this process's part of it."""
-        pairs, share = batches.pairs(batch), batches.size // self._parts
-        mine = slice(part * share, (part + 1) * share)
-        filled = (pairs + pairs[:1] * (batches.size - len(pairs)))[mine]
-        seed = batch_seed(inputs.cfg.seed, inputs.task.name, batch)
-        responses = trainer.responses([inputs.rows[problem] for problem, _ in filled], seed)
-        kept = pairs[mine]
-        rows = [inputs.rows[problem] for problem, _ in kept]
-        return sample_rows(inputs.task, rows, kept, responses[: len(kept)], self.tokenizer.decode)
+        pairs, count = batches.drawn_by(batch, part)
+        rows = [inputs.rows[problem] for problem, _ in pairs]
+        responses = trainer.responses(rows, batch_seed(inputs.cfg.seed, inputs.task.name, batch))
+        return sample_rows(inputs.task, rows[:count], pairs[:count], responses[:count], self.tokenizer.decode)
 
     @property
     def _parts(self) -> int:

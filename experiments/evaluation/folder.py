@@ -61,6 +61,16 @@ class Batches:
         first, last = position * self.size, min((position + 1) * self.size, self.problems * self.samples)
         return [(row // self.samples, round_ * self.samples + row % self.samples) for row in range(first, last)]
 
+    def drawn_by(self, batch: int, part: int) -> tuple[list[tuple[int, int]], int]:
+        """Returns what the process number `part` of those that share a batch draws, and how many of it count.
+
+        Of a batch that is smaller than `size` the rest is filled up, so that all processes draw equally many.
+        """
+        pairs, share = self.pairs(batch), self.size // self.parts
+        filled = pairs + pairs[:1] * (self.size - len(pairs))
+        count = min(share, max(0, len(pairs) - part * share))
+        return filled[part * share : (part + 1) * share], count
+
 
 def samples_together(k: int) -> int:
     """Returns how many samples of a problem stand in one batch: 4, 2 or 1, a divisor of k."""

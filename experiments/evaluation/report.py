@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from analysis.evaluations import peak_and_final, read_samples, right_answers
@@ -39,11 +40,13 @@ def results_table(found: list[dict]) -> Table:
     columns |= {"own_tokens": "own tokens", "unscored": "unscored"}
     measured = [{row["measure"]: row for row in results["measures"] if row["k"] == k} for results in found]
     shown = [name for name in columns if any(name in rows and worth_a_column(name, rows) for rows in measured)]
-    table = Table(Column("policy", overflow="fold"), title=f"k = {k}; 95 % intervals over problems")
+    of_run = f"{escape(found[0]['policy'])}, " if found[0]["step"] is not None else ""
+    title = f"{of_run}k = {k}; 95 % intervals over problems"
+    table = Table(Column("policy" if not of_run else "step", overflow="fold"), title=title)
     for column in ("task", "problems", *(columns[name] for name in shown)):
         table.add_column(column)
     for results, rows in zip(found, measured, strict=True):
-        policy = results["policy"] if results["step"] is None else f"step {results['step']}"
+        policy = escape(results["policy"]) if results["step"] is None else str(results["step"])
         cells = [cell(name, rows[name]) if name in rows else "" for name in shown]
         table.add_row(policy, results["task"], str(results["problems"]), *cells)
     return table
