@@ -1,6 +1,6 @@
 """Evaluates policies: avg@k, pass@k and maj@k of models, or of all checkpoints of a run, on one task or several.
 
-python experiments/evaluate.py model.name=Qwen/Qwen2.5-7B 'tasks=[aime24,aime25,amc23,math500]' trainer.use_vllm=true
+python experiments/evaluate.py model=qwen2.5-7b 'tasks=[aime24,aime25,amc23,math500]' trainer.use_vllm=true
 python experiments/evaluate.py run=runs/arithmetic-tiny/otb-n4-seed0
 torchrun --nproc-per-node 8 experiments/evaluate.py run=RUN watch=true
 Every sample is kept as it comes, so that the same command goes on after a kill, and a larger k only adds samples.

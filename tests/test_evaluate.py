@@ -10,8 +10,10 @@ from functools import partial
 
 import pandas as pd
 import pytest
+from omegaconf import OmegaConf
 
 from analysis.evaluations import measures, read_samples
+from experiments.evaluation.command import plan
 from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
 from otb.errors import RunError
 from otb.records import RunDirectory
@@ -266,6 +268,31 @@ def test_all_checkpoints_of_a_run_are_evaluated_as_each_would_be_by_itself(name,
         assert json.loads((mine.path / "environment.json").read_text())["model"] == str(run.checkpoint(step))
         digests.add(mine.samples_file.read_bytes())
     assert len(digests) == len(steps) == 1 + (len(steps) > 1)
+
+
+def test_a_run_brings_model_and_sampling_and_the_command_line_wins(runs, tmp_path):
+    from hydra import compose, initialize_config_dir
+
+    run = tmp_path / "run"
+    shutil.copytree(runs["whole"].path, run)
+    recorded = OmegaConf.load(run / "config.yaml")
+    recorded.temperature = 0.9
+    recorded.trainer.top_p = 0.8
+    OmegaConf.save(recorded, run / "config.yaml")
+
+    def planned(*overrides):
+        given = [f"run='{run}'", *overrides]
+        return plan(compose("evaluate", overrides=given), given, "arithmetic").configurations
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        (own,) = planned("++task.eval_prompts=7").items()
+        several = planned("tasks=[arithmetic,math500]", "temperature=0.5", "++task.max_completion_length=9")
+    assert own[0] == "parity" and own[1].task == recorded.task | {"eval_prompts": 7}
+    assert own[1].model == recorded.model and (own[1].temperature, own[1].trainer.top_p) == (0.9, 0.8)
+    assert list(several) == ["arithmetic", "math500"]
+    for cfg in several.values():
+        assert cfg.model == recorded.model and cfg.task.max_completion_length == 9
+        assert (cfg.temperature, cfg.trainer.top_p) == (0.5, 0.8)
 
 
 def test_a_run_of_another_start_in_the_same_folder_is_another_evaluation(runs, tmp_path, log):
