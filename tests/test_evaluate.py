@@ -287,7 +287,7 @@ def test_a_run_brings_model_and_sampling_and_the_command_line_wins(runs, tmp_pat
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         (own,) = planned("++task.eval_prompts=7").items()
         several = planned("tasks=[arithmetic,math500]", "temperature=0.5", "++task.max_completion_length=9")
-    assert own[0] == "parity" and own[1].task == recorded.task | {"eval_prompts": 7}
+    assert own[0] == "parity" and own[1].task == {**recorded.task, "eval_prompts": 7}
     assert own[1].model == recorded.model and (own[1].temperature, own[1].trainer.top_p) == (0.9, 0.8)
     assert list(several) == ["arithmetic", "math500"]
     for cfg in several.values():
