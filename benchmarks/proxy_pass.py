@@ -87,7 +87,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     plain, norms = (figures[name]["seconds"] for name in list(figures)[-3:-1])
     loss = figures["loss, forward and backward"]["seconds"]
-    print(f"own pass / loss: {norms / loss:.3f}   on top of a pass that TRL makes anyway: {norms / plain - 1:+.3f}")
+    print(f"extra pass / loss: {norms / loss:.3f}   on top of a pass that TRL makes anyway: {norms / plain - 1:+.3f}")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf8") as file:
             json.dump(figures, file, indent=1)

@@ -24,7 +24,7 @@ from otb.tasks.arithmetic import Arithmetic
 from otb.trainer import isolated_random_state
 
 CASES = {  # name -> options of GRPOConfig
-    "own pass": dict(),
+    "extra pass": dict(),
     "TRL's pass reused (num_iterations=2)": dict(num_iterations=2),
 }
 WARM_UP_STEPS = 2

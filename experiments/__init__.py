@@ -1,1 +1,1 @@
-"""Entry points of the experiments. `settings` checks a configuration without torch; `train` does the work."""
+"""Makes runs: run.py and variance.py are the commands; train.py does the work, and is imported last (checks.py)."""

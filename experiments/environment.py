@@ -1,4 +1,4 @@
-"""environment.json: what a run ran with, so that it can be run again. Called by experiments/train.py."""
+"""environment.json says what a run ran with, so that it can be run again. experiments/train.py writes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PER_START = ("started", "host", "job_id", "commit", "diff_sha256", "devices")
 
 
 def describe(command: list[str], directory: RunDirectory, facts: dict) -> str:
-    """The text of environment.json. facts: what is known of model and data.
+    """Returns the text of environment.json. facts: what is known of model and data.
 
     Top-level values are those of the latest start; `starts` keeps what may differ between the starts of one run. Writes
     code.diff where the working tree differs from the commit.
@@ -37,7 +37,7 @@ def describe(command: list[str], directory: RunDirectory, facts: dict) -> str:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := installed(name))},
+        "versions": {name: number for name in PACKAGES if (number := installed(name))},
         "commit": commit(),
         "diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
         "host": socket.gethostname(),
@@ -56,6 +56,7 @@ def describe(command: list[str], directory: RunDirectory, facts: dict) -> str:
 
 
 def earlier_starts(directory: RunDirectory) -> list[dict]:
+    """Returns the starts that environment.json lists so far."""
     try:
         return json.loads(directory.environment_file.read_text(encoding="utf8")).get(STARTS, [])
     except FileNotFoundError:
@@ -63,13 +64,14 @@ def earlier_starts(directory: RunDirectory) -> list[dict]:
 
 
 def commit() -> str | None:
+    """Returns the commit of the project, or of the project that this code is a copy of; None without git."""
     if (facts := snapshot_facts()) is not None:
         return facts["commit"]
     return git("rev-parse", "HEAD").strip() or None
 
 
 def snapshot_facts() -> dict | None:
-    """Commit and diff of the project that this code is a copy of; None where it is the project itself."""
+    """Returns commit and diff of the project that this code is a copy of; None where it is the project itself."""
     try:
         return json.loads((ROOT / SNAPSHOT_FACTS).read_text(encoding="utf8"))
     except FileNotFoundError:
@@ -77,7 +79,7 @@ def snapshot_facts() -> dict | None:
 
 
 def working_tree_diff() -> str:
-    """What differs from the commit, with the names of files that git does not track; "" where nothing does."""
+    """Returns what differs from the commit, with the names of files that git does not track; "" where nothing does."""
     if (facts := snapshot_facts()) is not None:
         return facts["diff"]
     untracked = git("ls-files", "--others", "--exclude-standard", "--", "*.py", "*.yaml")
@@ -85,6 +87,7 @@ def working_tree_diff() -> str:
 
 
 def installed(package: str) -> str | None:
+    """Returns the version of an installed package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -92,7 +95,7 @@ def installed(package: str) -> str | None:
 
 
 def git(*arguments: str) -> str:
-    """Output of a git command in the project's folder; "" where there is no git or no repository."""
+    """Returns the output of a git command in the project's folder; "" where there is no git or no repository."""
     try:
         return subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, errors="replace", check=True

@@ -16,7 +16,7 @@ from peft import get_peft_model
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.trainer_utils import set_seed
 
-from experiments import settings
+from experiments.command_line import CONF
 from experiments.laboratory_report import report
 from experiments.train import Inputs, checked_inputs, lora_config, quiet_libraries
 from otb.errors import RunError
@@ -190,7 +190,7 @@ def judged(cfg: DictConfig, names: list[str], files: Measurements, pool, steps: 
     sizes = list(cfg.group_sizes)
     estimators = {}
     for name in names:
-        baseline = instantiate(OmegaConf.load(settings.CONF / "baseline" / f"{name}.yaml"))
+        baseline = instantiate(OmegaConf.load(CONF / "baseline" / f"{name}.yaml"))
         estimators |= {(name, size): fitted(baseline, fit, size, cfg.prompts_per_step) for size in sizes}
     reference = estimators[REFERENCE, max(sizes)]
     tasks = zip(range(cfg.prompts), files.judged, files.bounds, strict=True)

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 LINES_PER_RUN = 8
 
 
 class Progress:
-    """Progress of one run. name: printed before each line of a sweep; None for a single run.
+    """Shows the progress of one run, in its warm start and in its training.
 
     The bar needs a terminal; without one, and in a sweep where several runs share it, lines are printed instead.
+
+    Args:
+        steps: of the training.
+        name: what each line of a run in a sweep begins with; None for a single run.
+        quiet: shows nothing, as in all processes of a run but the first.
+        clock: returns seconds.
     """
 
-    def __init__(self, steps: int, name: str | None = None, quiet: bool = False):
-        self.steps, self.name, self.quiet = steps, name, quiet
+    def __init__(
+        self, steps: int, name: str | None = None, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ):
+        self.steps, self.name, self.quiet, self.clock = steps, name, quiet, clock
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-        self.started, self.first_step, self.accuracy = time.monotonic(), None, None
+        self.accuracy: float | None = None
+        self.first_report: tuple[str, int, float] | None = None  # description, step, time
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),  # rich's own estimate forgets steps that are 30 s apart
         )
         self.bar = Bar(*columns, console=self.console, disable=name is not None or not sys.stdout.isatty() or quiet)
         self.task = None
@@ -41,13 +51,16 @@ class Progress:
         self.bar.stop()
 
     def note(self, text: str) -> None:
+        """Prints a line; nothing for an empty text."""
         if text:
             self.console.print(f"{self.name}: {text}" if self.name else text)
 
     def warm_start(self, step: int, steps: int, loss: float) -> None:
+        """Shows that `step` of `steps` supervised steps are done."""
         self._advance("warm start", step, steps, f"loss {loss:.2f}")
 
     def step(self, row: dict) -> None:
+        """Shows a row of metrics.jsonl."""
         facts = f"reward {row['reward_mean']:.2f}" if "reward_mean" in row else "no rollout scored"
         if self.accuracy is not None:
             facts += f"  accuracy {self.accuracy:.2f}"
@@ -55,23 +68,27 @@ class Progress:
         self._advance("training", row["step"], self.steps, facts)
 
     def evaluation(self, row: dict) -> None:
+        """Prints a row of evaluations.jsonl."""
         self.accuracy = row.get("accuracy")
-        shown = "no sample scored" if self.accuracy is None else f"held-out accuracy {self.accuracy:.3f}"
-        self.note(f"step {row['step']}: {shown} (avg@{row['samples']} on {row['prompts']} prompts)")
+        result = "no sample scored" if self.accuracy is None else f"held-out accuracy {self.accuracy:.3f}"
+        self.note(f"step {row['step']}: {result} (avg@{row['samples']} on {row['prompts']} prompts)")
 
     def _advance(self, description: str, step: int, steps: int, facts: str) -> None:
+        left = self._left(description, step, steps)
         if self.bar.disable:
             if step % max(1, steps // LINES_PER_RUN) == 0 or step == steps:
-                self.note(f"{description} {step}/{steps}  {facts}  left {self._left(description, step, steps)}")
+                self.note("  ".join(filter(None, [f"{description} {step}/{steps}", facts, left])))
             return
         if self.task is None or self.bar.tasks[-1].description != description:
-            self.task = self.bar.add_task(description, total=steps, completed=step - 1, facts="")
-        self.bar.update(self.task, completed=step, facts=facts)
+            self.task = self.bar.add_task(description, total=steps, completed=step - 1, facts="", left="")
+        self.bar.update(self.task, completed=step, facts=facts, left=left)
 
     def _left(self, description: str, step: int, steps: int) -> str:
-        if self.first_step is None or self.first_step[0] != description:
-            self.first_step = (description, step - 1, self.started)
-            self.started = time.monotonic()
-        done = step - self.first_step[1]
-        elapsed = time.monotonic() - self.first_step[2]
-        return str(timedelta(seconds=round(elapsed / done * (steps - step))))
+        """Returns the time left by the mean time of a step since the first report, which itself has none yet: ""."""
+        now = self.clock()
+        if self.first_report is None or self.first_report[0] != description:
+            self.first_report = (description, step, now)
+        _, first_step, started = self.first_report
+        if step == first_step:
+            return ""
+        return f"left {timedelta(seconds=round((now - started) / (step - first_step) * (steps - step)))}"

@@ -10,7 +10,8 @@ import errno
 import os
 import sys
 import traceback
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads on two shared cores make a step 4 times slower
@@ -19,41 +20,50 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import settings
-from experiments.run_lock import RunLock
+from experiments.build import opened_sandbox
+from experiments.checks import check
+from experiments.command_line import CONF, exit_codes, refusals, run_hydra
+from experiments.hardware import start_processes
+from experiments.identity import difference, run_path, short_name
+from experiments.run_lock import RunLock, restarts
 from experiments.sweeps.jobs import JobFile, sweep_arguments
-from experiments.warning_signal import EXIT_CODE, Interrupted, listen
+from experiments.warning_signal import Interrupted, listen
 from otb.errors import RunError, unwritable
 from otb.records import RunDirectory, timestamp, write_atomically
 
-REFUSED, INTERRUPTED = 2, 130  # exit codes; 1 is a crash
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-@hydra.main(version_base="1.3", config_path=str(settings.CONF), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> None:
     hydra_cfg = HydraConfig.get()
-    in_sweep = hydra_cfg.mode.name == "MULTIRUN"
-    path = settings.run_path(cfg, list(hydra_cfg.overrides.task), dict(hydra_cfg.runtime.choices))
-    command = ["python", "experiments/run.py", *(override.lstrip("+") for override in hydra_cfg.overrides.task)]
-    job = JobFile(Path(hydra_cfg.sweep.dir), hydra_cfg.job.num, path) if in_sweep else nullcontext()
-    name = f"{hydra_cfg.job.num}: {settings.short_name(cfg, hydra_cfg.runtime.choices)}" if in_sweep else None
-    try:
-        with job:
-            settings.check(cfg)
+    overrides, choices = list(hydra_cfg.overrides.task), dict(hydra_cfg.runtime.choices)
+    path = run_path(cfg, overrides, choices)
+    command = ["python", "experiments/run.py", *(override.lstrip("+") for override in overrides)]
+    if hydra_cfg.mode.name == "MULTIRUN":
+        name = f"{hydra_cfg.job.num}: {short_name(cfg, choices)}"
+        with failing_alone(name), JobFile(Path(hydra_cfg.sweep.dir), hydra_cfg.job.num, path):
+            check(cfg)
             run(cfg, path, command, name)
+    else:
+        with refusals():
+            check(cfg)
+            run(cfg, path, command)
+
+
+@contextmanager
+def failing_alone(name: str) -> Iterator[None]:
+    """Prints why a run of a sweep failed and lets the sweep go on; the table at its end names the run."""
+    try:
+        yield
     except RunError as error:
-        print(f"{name}: {error}" if in_sweep else f"error: {error}", file=sys.stderr)
-        if not in_sweep:  # a run of a sweep fails alone; the summary names it
-            sys.exit(REFUSED)
+        print(f"{name}: {error}", file=sys.stderr)
     except Exception:
-        if not in_sweep:
-            raise
         print(f"{name}: {traceback.format_exc()}", file=sys.stderr)
 
 
 def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None) -> None:
-    """Brings the run at `path` to `cfg.steps`: starts, resumes, continues or skips it. Raises RunError.
+    """Starts, resumes, continues or skips the run at `path`, so that it stands at `cfg.steps`. Raises RunError.
 
     name: what the lines of this run begin with in a sweep; None for a single run, which also gets a table at its end.
     """
@@ -77,7 +87,7 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
 
         with Progress(cfg.steps, name=name, quiet=not is_main) as progress:
             try:
-                with settings.opened_sandbox(cfg) as sandbox:
+                with opened_sandbox(cfg) as sandbox:
                     from experiments.train import train  # torch, transformers and trl: seconds, so only now
 
                     train(cfg, directory, lock, command, progress, sandbox)
@@ -93,23 +103,26 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
                 raise
         if is_main:
             report(directory, cfg.steps, with_table=name is None)
+    if "WORLD_SIZE" in os.environ:
+        from experiments.train import wait_for_all_processes
+
+        wait_for_all_processes()  # one that ended earlier could take the first with it, before its report
 
 
 def starts_anew(cfg: DictConfig, directory: RunDirectory) -> bool:
-    """Whether `overwrite=true` applies: to the first start of a SLURM job, not to the starts after a preemption."""
-    requeued = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
-    return cfg.overwrite and not requeued and directory.config_file.exists()
+    """Tells whether `overwrite=true` applies: to the first start of a run in a sweep or job, not to its restarts."""
+    return cfg.overwrite and restarts() == 0 and directory.config_file.exists()
 
 
 def step_finished(directory: RunDirectory, cfg: DictConfig) -> int:
-    """The step that the run stands at where nothing is left to do, else 0.
+    """Returns the step that the run stands at where nothing is left to do, else 0.
 
     Raises RunError where the directory holds another configuration, or a schedule that more steps cannot continue.
     """
     if not directory.config_file.exists():
         return 0
     old, new = (OmegaConf.to_container(config, resolve=True) for config in (OmegaConf.load(directory.config_file), cfg))
-    if changed := settings.difference(old, new):
+    if changed := difference(old, new):
         raise RunError(
             f"{directory.path} holds a run of another configuration (there -> here):\n  "
             + "\n  ".join(changed)
@@ -127,6 +140,7 @@ def step_finished(directory: RunDirectory, cfg: DictConfig) -> int:
 
 
 def create(directory: RunDirectory) -> None:
+    """Makes the directory and its folders. Raises RunError where this process may not write into them."""
     try:
         for folder in (directory.path, directory.rollouts, directory.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
@@ -137,18 +151,18 @@ def create(directory: RunDirectory) -> None:
 
 
 def move_aside(directory: RunDirectory) -> None:
-    """Renames the whole directory, so that a kill leaves the old run or none, never parts of it."""
+    """Renames the whole directory, so that a kill leaves the old run or none, never parts of it. Raises RunError."""
     aside = directory.path.with_name(f"{directory.path.name}.{timestamp()}")
     if aside.exists():
         raise RunError(f"{aside} exists already: overwrite=true twice within a second. Try again.")
-    with RunLock(directory.path):  # nobody is writing into it
+    with RunLock(directory.path):  # refuses while another process writes into it
         os.rename(directory.path, aside)
         (aside / "lock.json").unlink()
     print(f"overwrite=true: the old run is now {aside}")
 
 
 def prepare(directory: RunDirectory, cfg: DictConfig) -> None:
-    """With the lock held: checks again, as another process may have been here, and writes the configuration."""
+    """Checks again, as another process may have been here before the lock was held, and writes the configuration."""
     step_finished(directory, cfg)
     directory.clear_unfinished()
     write_atomically(directory.config_file, OmegaConf.to_yaml(cfg, resolve=True))
@@ -156,6 +170,7 @@ def prepare(directory: RunDirectory, cfg: DictConfig) -> None:
 
 
 def note_failure(directory: RunDirectory, steps: int, error: BaseException) -> None:
+    """Writes into status.json that the run failed, and why."""
     step = directory.last_metrics().get("step", 0)
     reason = "stopped from the keyboard" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
     with suppress(RunError):  # a full disk must not hide the error that it caused
@@ -163,7 +178,7 @@ def note_failure(directory: RunDirectory, steps: int, error: BaseException) -> N
 
 
 def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
-    """Learning curve beside the records, then the run is finished; prints the table of a single run."""
+    """Draws the learning curve and notes that the run is finished; prints the table of a single run."""
     from analysis.learning_curves import run_picture
 
     picture = run_picture(directory)
@@ -176,20 +191,14 @@ def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
 
 
 def command_line(arguments: list[str]) -> None:
-    """`python experiments/run.py ARGUMENTS`. Exits with 2 for what is refused, 130 after Ctrl-C, 1 after a crash."""
-    try:
-        sys.argv = [str(Path(__file__)), *settings.accept_open_keys(sweep_arguments(arguments))]
-        settings.refuse_unknown_choices(sys.argv[1:])
-        main()
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(REFUSED)
-    except Interrupted as interruption:
-        print(f"{interruption}; the same command goes on from it", file=sys.stderr)
-        sys.exit(EXIT_CODE)
-    except KeyboardInterrupt:
-        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    """Runs `python experiments/run.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
+    with exit_codes(after_stop="continues from the last checkpoint"):
+        start_processes(Path(__file__), arguments)
+        run_hydra(main, __file__, sweep_arguments(arguments), "config")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # a thread of torch's process groups that nobody joins may abort the interpreter's own end
 
 
 if __name__ == "__main__":

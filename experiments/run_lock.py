@@ -1,8 +1,11 @@
-"""One process per run directory: a lock file with a heartbeat, which also decides on network file systems.
+"""A lock file with a heartbeat lets one process at a time write a run directory, on network file systems too.
 
-Taken by experiments/run.py before anything is written. Advisory locks are not used: they do not cross every network
+experiments/run.py takes it before anything is written. Advisory locks are not used: they do not cross every network
 file system, and a lock left behind by SIGKILL must not keep a run from being resumed. The heartbeat is the file's
 modification time, judged by the file system's own clock: the clocks of two hosts may differ by more than a heartbeat.
+
+Not filelock.SoftFileLease (4.2.11): it takes a dead holder's lock by exchanging two names, which NFS refuses, so that
+the lock would stay for ever; it never takes an empty lock file, and another host's only after watching it for a lease.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ import psutil
 from otb.errors import RunError, unwritable
 
 HEARTBEAT_SECONDS = 10.0
-STALE_SECONDS = 60.0  # a holder on another host is taken for dead after this silence
+DEAD_AFTER_SECONDS = 60.0  # of silence, for a holder on another host
+# How often this run was started before, in its sweep or its job; slurm/job.py and sweeps/local.py set it.
+RESTARTS_VARIABLE = "OTB_RESTARTS"
 
 
 class RunLock:
-    """`with RunLock(directory):` holds the directory or raises RunError at once, naming the process that holds it.
+    """Holds a directory: `with RunLock(directory):` raises RunError at once where another process does, and names it.
 
     A holder on this host is dead when its process is gone; one on another host when its heartbeat stopped, or when it
     was an earlier start of this very SLURM job.
@@ -53,7 +58,7 @@ class RunLock:
                 self.file.unlink(missing_ok=True)
 
     def held(self) -> bool:
-        """Whether the file on disk still names this process."""
+        """Tells whether the file on disk still names this process."""
         return read_lock(self.file).get("token") == self.token
 
     def _acquire(self) -> None:
@@ -92,12 +97,12 @@ class RunLock:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):  # a file system that fails now may answer the next time
                 if not self.held():
-                    return  # somebody took this process for dead; the trainer sees it before its next row
+                    return  # another process took this one for dead; the trainer sees it before its next row
                 os.utime(self.file)
 
 
 def this_process() -> dict:
-    """What a lock says of its holder."""
+    """Returns what a lock says of its holder."""
     process = psutil.Process()
     return {
         "host": socket.gethostname(),
@@ -105,12 +110,17 @@ def this_process() -> dict:
         "pid": process.pid,
         "process_started": process.create_time(),
         "job": os.environ.get("SLURM_JOB_ID"),
-        "job_restarts": int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+        "job_restarts": restarts(),
     }
 
 
+def restarts() -> int:
+    """Returns how often this run was started before; a job that no launcher of ours made is counted by SLURM."""
+    return int(os.environ.get(RESTARTS_VARIABLE) or os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def machine() -> str:
-    """Where a process id means one process: this boot of this kernel, this container. Host names can be shared."""
+    """Names where a process id means one process: this boot of this kernel, this container. Hosts can share a name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -119,7 +129,7 @@ def machine() -> str:
 
 
 def read_lock(file: Path) -> dict:
-    """The lock's facts; {} where there is none."""
+    """Returns what the lock says of its holder; {} where there is no lock, or a damaged one."""
     try:
         return json.loads(file.read_text(encoding="utf8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -127,7 +137,7 @@ def read_lock(file: Path) -> dict:
 
 
 def heartbeat_age(file: Path) -> float:
-    """Seconds since the last heartbeat by the file system's clock; 0 where the lock has just gone."""
+    """Returns the seconds since the last heartbeat by the file system's clock; 0 where the lock has just gone."""
     probe = file.with_name(f".{file.name}.{uuid.uuid4().hex}.now")
     probe.touch()
     try:
@@ -139,7 +149,7 @@ def heartbeat_age(file: Path) -> float:
 
 
 def is_alive(holder: dict, age: float) -> bool:
-    """Whether the process that a lock names may still write. age: seconds since its heartbeat."""
+    """Tells whether the process that a lock names may still write. age: seconds since its heartbeat."""
     if not holder:
         return False  # the lock has gone
     if holder.get("machine") == machine():
@@ -150,4 +160,4 @@ def is_alive(holder: dict, age: float) -> bool:
     me = this_process()
     if me["job"] is not None and holder.get("job") == me["job"] and holder.get("job_restarts", 0) < me["job_restarts"]:
         return False  # SLURM requeued this job, so its earlier start has ended
-    return age < STALE_SECONDS
+    return age < DEAD_AFTER_SECONDS

@@ -12,7 +12,6 @@ import math
 import os
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
+from experiments import trackers
 from experiments.run_lock import RunLock
 from experiments.warning_signal import Interrupted, received
 from otb.errors import RunError, unwritable
@@ -33,12 +33,35 @@ from otb.rollouts import RolloutGroups
 from otb.tool_rollouts import ToolTrainer
 from otb.trainer import GRPOTrainer, isolated_random_state, response_mask
 
-TRL_NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "entropy": "entropy", "kl": "kl"}
-TRL_NAMES |= {"learning_rate": "learning_rate", "completions/clipped_ratio": "truncated"}
-TRL_NAMES |= {f"grades/{outcome}": f"grade_{outcome}" for outcome in ("correct", "wrong", "unparsable")}
-TRL_NAMES |= {"grades/grader_timeout": "grade_timeout", "grades/grader_error": "grade_error"}
-TRACKER_STRIDE = 10_000  # more than a tracker is sent in one step
-RESUME_FILES = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "baseline.pt")  # what only a resumed run reads
+TRL_NAMES = {  # TRL's names of what it measures -> ours
+    "loss": "loss",
+    "grad_norm": "gradient_norm",
+    "entropy": "entropy",
+    "kl": "kl",
+    "learning_rate": "learning_rate",
+    "completions/clipped_ratio": "truncated",
+    "grades/correct": "grade_correct",
+    "grades/wrong": "grade_wrong",
+    "grades/unparsable": "grade_unparsable",
+    "grades/grader_timeout": "grade_timeout",
+    "grades/grader_error": "grade_error",
+    "sampling/sampling_logp_difference/mean": "mismatch_mean",
+    "sampling/sampling_logp_difference/max": "mismatch_max",
+    "sampling/importance_sampling_ratio/min": "importance_ratio_min",
+    "sampling/importance_sampling_ratio/mean": "importance_ratio_mean",
+    "sampling/importance_sampling_ratio/max": "importance_ratio_max",
+}
+RESUME_FILES = (  # of a checkpoint, what only a resumed run reads
+    "baseline.pt",
+    "global_step*",  # DeepSpeed: weights and optimizer state in parts
+    "latest",
+    "optimizer*",  # a folder of parts under FSDP2
+    "pytorch_model_fsdp*",
+    "rng_state*",
+    "scaler*",
+    "scheduler*",
+    "zero_to_fp32.py",
+)
 
 
 @dataclass(frozen=True)
@@ -156,21 +179,11 @@ class RunTrainer(ToolTrainer):
         row = {"step": self.state.global_step}
         row |= {name: value for name in METRICS if (value := measured.get(name)) is not None}
         logs.update(row)  # the same names reach every tracker of `report_to`, beside TRL's own
-        self._advance_tracker()
+        trackers.advance(self.args.report_to, self.state.global_step)
         super().log(logs, start_time)
         self._seconds.clear()
         self._append(self.directory.metrics_file, row)
         self.on_step(row)
-
-    def _advance_tracker(self, past: int = 0) -> None:
-        """W&B counts what it is sent, TRL's timings too, from 0 in every process; so a resumed run's would overwrite.
-
-        Here its count is at least TRACKER_STRIDE times the optimizer steps done; the plots' axis is train/global_step.
-        """
-        wandb = sys.modules.get("wandb") if "wandb" in self.args.report_to else None
-        wanted = TRACKER_STRIDE * self.state.global_step + past
-        if wandb is not None and wandb.run is not None and wandb.run.step < wanted:
-            wandb.run.log({}, step=wanted)
 
     def _log_rollouts(self, rollouts: RolloutGroups, baseline, advantages: Tensor, output: dict) -> None:
         super()._log_rollouts(rollouts, baseline, advantages, output)
@@ -179,7 +192,7 @@ class RunTrainer(ToolTrainer):
     # ---- a loss or gradient that is not finite ends the run before it reaches the weights
 
     def training_step(self, *args, **kwargs):
-        self._advance_tracker(past=TRACKER_STRIDE // 2)
+        trackers.advance(self.args.report_to, self.state.global_step, before_next=True)
         loss = super().training_step(*args, **kwargs)
         self._losses.append(loss.detach())
         return loss
@@ -320,6 +333,8 @@ class RunTrainer(ToolTrainer):
         output_dir, self.args.output_dir = self.args.output_dir, str(writing)
         try:
             self._save_checkpoint(self.model, trial=None)
+            if self.is_fsdp_enabled:
+                self._save_whole_policy(writing / f"checkpoint-{step}")
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
                 self.directory.publish_checkpoint(writing / f"checkpoint-{step}", step)
@@ -331,6 +346,20 @@ class RunTrainer(ToolTrainer):
         finally:
             self.args.output_dir = output_dir
         self.accelerator.wait_for_everyone()
+
+    def _save_whole_policy(self, folder: Path) -> None:
+        """Writes the policy as `model.name=FOLDER` reads it, beside the parts that only a resumed run reads.
+
+        FSDP's own checkpoint of parts has neither configuration nor tokenizer, and no file of whole weights. These are
+        in the precision of the forward. Every process must call it: gathering is a collective.
+        """
+        weights = self.accelerator.get_state_dict(self.model)
+        if not self.accelerator.is_main_process:
+            return
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float32
+        weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+        self.accelerator.unwrap_model(self.model).save_pretrained(folder, state_dict=weights)
+        self._tokenizer.save_pretrained(folder)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """No model card: the run directory says where a checkpoint comes from."""

@@ -12,17 +12,18 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from experiments.sweeps.jobs import load_jobs
+from otb.errors import CRASHED
 from otb.records import RunDirectory, read_rows
 
 
 def print_table(paths: list[Path]) -> None:
-    """To the terminal, at its width; to a file or pipe wide enough for the names of runs."""
+    """Prints the table at the width of the terminal; in a file or pipe wide enough for the names of runs."""
     console = Console()
     Console(width=console.width if console.is_terminal else 120).print(summary_table(paths))
 
 
 def summary_table(paths: list[Path]) -> Table:
-    """One row per run: state, steps, held-out accuracy before, best and last, own tokens, time of the steps."""
+    """Returns a row per run: state, steps, held-out accuracy before, best and last, own tokens, time of the steps."""
     several = len(paths) > 1
     table = Table("state", "steps", "accuracy before", "best", "last", "own tokens", "minutes")
     if several:
@@ -31,25 +32,25 @@ def summary_table(paths: list[Path]) -> Table:
         directory = RunDirectory(path)
         status, last = directory.status(), directory.last_metrics()
         accuracies = [row["accuracy"] for row in read_rows(directory.evaluations_file) if "accuracy" in row]
-        key_values = (accuracies[0], max(accuracies), accuracies[-1]) if accuracies else ()
-        shown = [f"{value:.3f}" for value in key_values] or ["", "", ""]
+        before_best_last = (accuracies[0], max(accuracies), accuracies[-1]) if accuracies else ()
+        accuracy_cells = [f"{value:.3f}" for value in before_best_last] or ["", "", ""]
         minutes = sum(row["seconds_step"] for row in read_rows(directory.metrics_file)) / 60
         tokens = f"{last.get('own_tokens_total', 0):,.0f}" if last else ""
         state = status.get("state", "not started")
-        cells = (state, str(status.get("step", 0)), *shown, tokens, f"{minutes:.1f}")
+        cells = (state, str(status.get("step", 0)), *accuracy_cells, tokens, f"{minutes:.1f}")
         table.add_row(*([name] if several else []), *cells)
     return table
 
 
 def distinct_names(paths: list[Path]) -> list[str]:
-    """The names of the runs without the `-key=value` parts that all of them share."""
+    """Returns the names of the runs without the `-key=value` parts that all of them share."""
     parts = [re.split(r"-(?=[\w.@/]+=)", path.name) for path in paths]
     shared = set.intersection(*map(set, parts)) if paths else set()
     return ["-".join([first, *(part for part in rest if part not in shared)]) for first, *rest in parts]
 
 
 class SweepSummary(Callback):
-    """Hydra callback: the table of a sweep after its last run; exit status 1 where a run failed."""
+    """Prints the table of a sweep after its last run, as a Hydra callback; exits with CRASHED where a run failed."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs) -> None:
         if not config.hydra.launcher.get("wait", True):
@@ -60,4 +61,4 @@ class SweepSummary(Callback):
         for job in failed:
             print(f"failed: {job.run}: {job.error}", file=sys.stderr)
         if failed:
-            sys.exit(1)
+            sys.exit(CRASHED)

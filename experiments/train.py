@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,15 +18,18 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
-from experiments import settings
+from experiments import trackers
+from experiments.build import build
 from experiments.environment import describe
+from experiments.hardware import grpo_options
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
 from otb.errors import RunError
+from otb.options import batches
 from otb.policies.models import (
     check_lora_targets,
     check_prompt_lengths,
@@ -50,33 +52,70 @@ def train(
     progress: Progress,
     sandbox: Sandbox | None,
 ) -> None:
-    """One run from its last complete checkpoint, or from the start, to `cfg.steps`; `directory` is locked and cleared.
+    """Trains from the last complete checkpoint, or from the start, to `cfg.steps`.
 
-    sandbox: of a task with tools. Raises RunError for bad data, a bad model, or a loss that is not finite.
+    directory: locked, and cleared of what a killed process left half-written. sandbox: of a task with tools.
+    Raises RunError for bad data, a bad model, or a loss that is not finite.
     """
     quiet_libraries()
     make_deterministic(cfg.deterministic)
     inputs = checked_inputs(cfg, sandbox)
-    arguments = trainer_config(cfg, inputs.task, directory)
+    arguments = trainer_config(cfg, inputs, directory)
     folder = policy_folder(cfg.model.name, inputs.task, dict(cfg.model.get("warm_start") or {}), progress.warm_start)
     resume_step = step_to_resume(directory)
     if arguments.process_index == 0:
-        name_trackers(arguments.report_to, directory)
+        trackers.prepare(arguments.report_to, directory)
         note_start(cfg, directory, command, inputs, folder)
         moved = clear_after(directory, resume_step)
         if resume_step:
             progress.note(f"resuming at step {resume_step}" + (f", {moved} later rows discarded" if moved else ""))
+    trainer = build_trainer(cfg, inputs, arguments, folder, directory, lock, progress)
+    try:
+        if resume_step < cfg.steps:  # else it was killed after its last checkpoint
+            trainer.train(resume_from_checkpoint=str(directory.checkpoint(resume_step)) if resume_step else None)
+    finally:
+        trackers.finish()
 
+
+def build_trainer(
+    cfg: DictConfig,
+    inputs: Inputs,
+    arguments: OTBConfig,
+    folder: str,
+    directory: RunDirectory,
+    lock: RunLock | None,
+    progress: Progress,
+) -> RunTrainer:
+    """Loads the weights from `folder` and puts everything together. Raises RunError where they cannot be loaded."""
     set_seed(cfg.seed)  # LoRA's initial weights
-    trainer = RunTrainer(
-        load_model(folder, cfg.model.revision, weights_dtype(cfg)),
+    model = load_model(folder, cfg.model.revision, weights_dtype(cfg))
+    try:
+        trainer = _trainer(cfg, model, inputs, arguments, directory, lock, progress)
+    except (ImportError, ValueError, ConnectionError) as error:  # what TRL and vLLM refuse
+        lines = str(error).strip().splitlines() or [""]
+        raise RunError(f"the trainer cannot be built: {type(error).__name__}: {' '.join(lines[:3])}") from error
+    trainer.remove_callback(transformers.PrinterCallback)  # it prints every row; `progress` is shown instead
+    return trainer
+
+
+def _trainer(
+    cfg: DictConfig,
+    model: PreTrainedModel,
+    inputs: Inputs,
+    arguments: OTBConfig,
+    directory: RunDirectory,
+    lock: RunLock | None,
+    progress: Progress,
+) -> RunTrainer:
+    return RunTrainer(
+        model,
         inputs.task.reward,
         arguments,
         inputs.train_dataset,
         processing_class=inputs.tokenizer,
         peft_config=inputs.lora,
         environment_factory=inputs.environment,
-        baseline=settings.build(cfg, "baseline"),
+        baseline=build(cfg, "baseline"),
         directory=directory,
         lock=lock,
         schedule=schedule(cfg),
@@ -84,16 +123,17 @@ def train(
         on_step=progress.step,
         on_evaluation=progress.evaluation,
     )
-    trainer.remove_callback(transformers.PrinterCallback)  # it prints every row; `progress` is shown instead
-    try:
-        if resume_step < cfg.steps:  # else it was killed after its last checkpoint
-            trainer.train(resume_from_checkpoint=str(directory.checkpoint(resume_step)) if resume_step else None)
-    finally:
-        finish_trackers()
+
+
+def wait_for_all_processes() -> None:
+    """Returns when every process of the run has called it, and ends their group. Nothing happens in a run of one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 class Inputs(NamedTuple):
-    """What a run is made of beside its settings and its weights."""
+    """What a run is made of beside its configuration and its weights."""
 
     task: Any
     train_dataset: datasets.Dataset
@@ -101,46 +141,50 @@ class Inputs(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     environment: Callable | None
     lora: LoraConfig | None
+    longest_prompt: int  # tokens at the most
 
 
 def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
-    """Task, rows, tokenizer and LoRA, checked against each other. Raises RunError; reads no weights."""
-    task = settings.build(cfg, "task")
+    """Builds task, rows, tokenizer and LoRA, and checks them against each other. Raises RunError; reads no weights."""
+    task = build(cfg, "task")
     train_dataset, evaluation_dataset = load_datasets(task, cfg.prompts_per_step)
-    tokenizer, model_config = describe_policy(cfg.model.name, cfg.model.revision)
+    tokenizer, model_config = describe_policy(cfg.model.name, cfg.model.revision, cfg.model.get("chat_template"))
     environment = None if sandbox is None else partial(task.environment, sandbox)
     tools = None if environment is None else [environment().python]
     if tools:
         check_tool_template(tokenizer, cfg.model.name)
-    for dataset in (train_dataset, evaluation_dataset):
-        lengths = (cfg.max_prompt_length, task.max_completion_length)
+    lengths = (cfg.max_prompt_length, task.max_completion_length)
+    longest_prompt = max(
         check_prompt_lengths(dataset["prompt"], tokenizer, model_config, *lengths, tools)
+        for dataset in (train_dataset, evaluation_dataset)
+    )
     lora = lora_config(cfg)
     if lora is not None:
         check_lora_targets(lora, model_config)
-    return Inputs(task, train_dataset, evaluation_dataset, tokenizer, environment, lora)
+    return Inputs(task, train_dataset, evaluation_dataset, tokenizer, environment, lora, longest_prompt)
 
 
 def note_start(cfg: DictConfig, directory: RunDirectory, command: list[str], inputs: Inputs, folder: str) -> None:
-    """Writes environment.json. folder: of the policy."""
+    """Writes environment.json. folder: where the policy's weights are."""
     data = provenance(inputs.task, train=inputs.train_dataset, eval=inputs.evaluation_dataset)
     facts = model_facts(folder, cfg.model.revision) | {"data": data}
     write_atomically(directory.environment_file, describe(command, directory, facts))
 
 
 def clear_after(directory: RunDirectory, step: int) -> int:
-    """Makes a directory what it was at the checkpoint of `step`; -> rows moved to discarded.jsonl."""
+    """Makes a directory what it was at the checkpoint of `step`. Returns how many rows went to discarded.jsonl."""
     moved = directory.discard_after(step)
     directory.prune_checkpoints(RESUME_FILES)  # a kill may have fallen between the last one's rename and this
     return moved
 
 
 def step_to_resume(directory: RunDirectory) -> int:
-    """The step of the last complete checkpoint, 0 without one, as the first process sees it."""
+    """Returns the step of the last complete checkpoint, 0 without one, as the first process sees it."""
     return broadcast_object_list([max(directory.checkpoint_steps(), default=0)])[0]
 
 
 def schedule(cfg: DictConfig) -> Schedule:
+    """Returns when to evaluate, to keep samples and to write checkpoints; every 0 falls on the last step alone."""
     return Schedule(
         evaluate_every=cfg.evaluation.every or cfg.steps,
         evaluation_samples=cfg.evaluation.samples,
@@ -150,44 +194,22 @@ def schedule(cfg: DictConfig) -> Schedule:
     )
 
 
-def name_trackers(trackers: list[str], directory: RunDirectory) -> None:
-    """Makes a resumed run the same run of the tracker. Set before the trackers start; docs/runs.md, Trackers."""
-    if "tensorboard" in trackers:
-        os.environ["TENSORBOARD_LOGGING_DIR"] = str(directory.path / "tensorboard")
-    if "wandb" in trackers:
-        os.environ["WANDB_DIR"] = str(directory.path.absolute())
-        os.environ["WANDB_RUN_ID"] = directory.run_id()
-        os.environ["WANDB_RESUME"] = "allow"
-
-
-def finish_trackers() -> None:
-    """Ends the W&B run: the next run of a sweep may live in this very process, and transformers would log into it."""
-    wandb = sys.modules.get("wandb")
-    if wandb is not None and wandb.run is not None:
-        wandb.finish()
-
-
-def run_name(trackers: list[str], directory: RunDirectory) -> str:
-    """The name at a tracker; trackio knows a run by its name alone, so that it carries the id."""
-    name = f"{directory.path.parent.name}/{directory.path.name}"
-    return f"{name}-{directory.run_id()}" if "trackio" in trackers else name
-
-
-def make_deterministic(wanted: bool) -> None:
-    """torch's deterministic algorithms where it has them; a CPU run on one thread is deterministic anyway."""
-    if wanted:
+def make_deterministic(deterministic: bool) -> None:
+    """Turns torch's deterministic algorithms on or off; a CPU run on one thread is deterministic anyway."""
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
 def provenance(task, **datasets) -> dict:
-    """Where the rows come from: what the task's `provenance` says, or hashes of the rows of a task that makes them."""
+    """Returns where the rows come from: what the task says of it, or hashes of the rows of a task that makes them."""
     if hasattr(task, "provenance"):
         return task.provenance()
     return {part: {"rows": len(rows), "rows_sha256": rows_sha256(rows)} for part, rows in datasets.items()}
 
 
 def rows_sha256(rows) -> str:
+    """Returns a digest of a dataset's rows, in their order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -195,7 +217,7 @@ def rows_sha256(rows) -> str:
 
 
 def load_datasets(task, prompts_per_step: int):
-    """Training and evaluation rows; every problem with them is a RunError before a model is loaded."""
+    """Returns training and evaluation rows. Raises RunError for every problem with them, before a model is loaded."""
     try:
         train_dataset, evaluation_dataset = task.train_dataset(), task.eval_dataset()
     except (ValueError, FileNotFoundError) as error:
@@ -208,12 +230,20 @@ def load_datasets(task, prompts_per_step: int):
     return train_dataset, evaluation_dataset
 
 
-def trainer_config(cfg: DictConfig, task, directory: RunDirectory) -> OTBConfig:
-    """trl.GRPOConfig from the run's keys; `trainer.*` is passed on verbatim."""
-    rollouts = cfg.prompts_per_step * cfg.group_size // int(os.environ.get("WORLD_SIZE", 1))
-    forward = min(cfg.model.rollouts_per_forward or rollouts, rollouts)
+def trainer_config(cfg: DictConfig, inputs: Inputs, directory: RunDirectory) -> OTBConfig:
+    """Returns the GRPOConfig of a run. Its keys win over `trainer.*`, which wins over our defaults. Raises RunError."""
+    options = default_options(cfg, directory) | OmegaConf.to_container(cfg.trainer, resolve=True)
+    options |= grpo_options(cfg, inputs.longest_prompt, [inputs.tokenizer.eos_token_id])
+    try:
+        return OTBConfig(**(options | derived_options(cfg, inputs.task, directory)))
+    except (TypeError, ValueError) as error:
+        raise RunError(f"trainer: {error}") from error
+
+
+def default_options(cfg: DictConfig, directory: RunDirectory) -> dict[str, Any]:
+    """Returns the options of GRPOConfig whose defaults are other ones here; `trainer.KEY=` may change them."""
     on_gpu = torch.cuda.is_available() and not cfg.trainer.get("use_cpu", False)
-    options = {
+    return {
         "use_cpu": not on_gpu,
         "gradient_checkpointing": on_gpu,
         "ddp_find_unused_parameters": False,
@@ -222,22 +252,29 @@ def trainer_config(cfg: DictConfig, task, directory: RunDirectory) -> OTBConfig:
         "log_level_replica": "error",
         "log_energy": cfg.log_energy,
         "measure_gradient_noise": cfg.measure_gradient_noise,
-        "run_name": run_name(settings.trackers(cfg), directory),
+        "run_name": trackers.run_name(trackers.chosen(cfg), directory),
         "dataloader_pin_memory": on_gpu,
         "logging_nan_inf_filter": False,  # a loss that is not finite stops the run instead
     }
-    derived = {
+
+
+def derived_options(cfg: DictConfig, task, directory: RunDirectory) -> dict[str, Any]:
+    """Returns the options of GRPOConfig that follow from the run's keys; checks.DERIVED refuses them in `trainer`."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    step = batches(cfg.prompts_per_step, cfg.group_size, processes, cfg.model.rollouts_per_forward)
+    return {
         "output_dir": str(directory.path),
         "num_generations": cfg.group_size,
-        "per_device_train_batch_size": forward,
+        "per_device_train_batch_size": step.forward,
         # independent of the group size, so that every arm of a comparison draws the same held-out samples
         "per_device_eval_batch_size": max(cfg.evaluation.samples, cfg.model.rollouts_per_forward or 128),
-        "gradient_accumulation_steps": rollouts // forward,
-        "steps_per_generation": rollouts // forward,
+        "gradient_accumulation_steps": step.accumulation,
+        "steps_per_generation": step.accumulation,
         "max_steps": cfg.steps,
         "seed": cfg.seed,
         "learning_rate": cfg.learning_rate,
         "temperature": cfg.temperature,
+        "geometric_ratio_band": None if cfg.geometric_ratio_band is None else tuple(cfg.geometric_ratio_band),
         "max_completion_length": task.max_completion_length,
         # the last turn can only answer
         "max_tool_calling_iterations": None if task.environment is None else task.max_turns - 1,
@@ -248,22 +285,19 @@ def trainer_config(cfg: DictConfig, task, directory: RunDirectory) -> OTBConfig:
         "save_strategy": "no",
         "eval_strategy": "no",
     }
-    given = OmegaConf.to_container(cfg.trainer, resolve=True)
-    try:
-        return OTBConfig(**(options | given | derived))
-    except (TypeError, ValueError) as error:
-        raise RunError(f"trainer: {error}") from error
 
 
 def weights_dtype(cfg: DictConfig) -> str:
-    """model.dtype is what the forward computes in. Weights that AdamW trains are float32 beneath it: at a rate of 1e-6
-    most updates of a bfloat16 weight would round to nothing. Under LoRA the frozen weights need no such precision.
+    """Returns the dtype to load the weights in; model.dtype is what the forward computes in.
+
+    Weights that AdamW trains are float32: at a rate of 1e-6 most updates of a bfloat16 weight would round to nothing.
+    Under LoRA the frozen weights need no such precision.
     """
     return cfg.model.dtype if cfg.model.get("lora") else "float32"
 
 
 def lora_config(cfg: DictConfig) -> LoraConfig | None:
-    """None where `model.lora` is empty. Raises RunError for what peft refuses."""
+    """Returns the configuration of LoRA, None where `model.lora` is empty. Raises RunError for what peft refuses."""
     fields = OmegaConf.to_container(cfg.model, resolve=True).get("lora")
     if not fields:
         return None
@@ -274,7 +308,7 @@ def lora_config(cfg: DictConfig) -> LoraConfig | None:
 
 
 def quiet_libraries() -> None:
-    """What the libraries say at start-up is neither progress nor a problem of the run."""
+    """Silences what the libraries say at start-up: it is neither progress nor a problem of the run."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.utils.disable_progress_bars()

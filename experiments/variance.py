@@ -1,4 +1,4 @@
-"""The variance laboratory: variance, bias and noise-to-signal of the true gradient for every estimator.
+"""Measures variance, bias and noise-to-signal of the true gradient for every estimator: the laboratory's command.
 
 python experiments/variance.py quick=true                              # under 4 minutes on two cores
 python experiments/variance.py task=arithmetic_tools
@@ -23,36 +23,44 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import settings
+from experiments import checks
+from experiments.build import opened_sandbox
+from experiments.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
 from experiments.run_lock import RunLock
 from otb.errors import RunError
 from otb.records import write_atomically
 
 PATHS = ("checkpoint", "run", "model.name")  # keys whose value may be the folder of a run or of its checkpoint
-REFUSED, INTERRUPTED = 2, 130  # exit codes; 1 is a crash
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
-SMALLEST = {"prompts": 2, "samples": 4, "fit_steps": 1, "prompts_per_step": 1, "partitions": 1, "sketch": 16, "seed": 0}
-SMALLEST |= {"oracle.prompts": 0, "oracle.rollouts": 1, "oracle.continuations": 2}
+SMALLEST = {  # of the keys that are whole numbers
+    "prompts": 2,
+    "samples": 4,
+    "fit_steps": 1,
+    "prompts_per_step": 1,
+    "partitions": 1,
+    "sketch": 16,
+    "seed": 0,
+    "oracle.prompts": 0,
+    "oracle.rollouts": 1,
+    "oracle.continuations": 2,
+}
 
 
-@hydra.main(version_base="1.3", config_path=str(settings.CONF), config_name="variance")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="variance")
 def main(cfg: DictConfig) -> None:
     hydra_cfg = HydraConfig.get()
-    try:
-        settings.check_true_or_false(cfg, "quick")
-        apply_quick(cfg, [override.lstrip("+").split("=")[0] for override in hydra_cfg.overrides.task])
+    with refusals():
+        checks.check_true_or_false(cfg, "quick")
+        apply_quick(cfg, typed=[override.lstrip("+").split("=")[0] for override in hydra_cfg.overrides.task])
         measure(cfg, check(cfg), directory(cfg, hydra_cfg.runtime.choices))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(REFUSED)
 
 
 def measure(cfg: DictConfig, names: list[str], folder: Path) -> None:
-    """names: of the estimators; folder: where what is measured stays."""
+    """Measures what is missing in `folder` and reports. names: of the estimators."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    with RunLock(folder), settings.opened_sandbox(cfg) as sandbox:
+    with RunLock(folder), opened_sandbox(cfg) as sandbox:
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         from experiments.laboratory import laboratory  # torch, transformers and trl: seconds, so only now
 
@@ -60,16 +68,16 @@ def measure(cfg: DictConfig, names: list[str], folder: Path) -> None:
     print(f"{folder}: {time.monotonic() - started:.0f} s")
 
 
-def apply_quick(cfg: DictConfig, given: list[str]) -> None:
-    """`quick=true` changes what the command line does not set itself."""
+def apply_quick(cfg: DictConfig, typed: list[str]) -> None:
+    """Sets the smaller numbers of `quick=true`, save the keys that were typed."""
     for key, value in QUICK.items() if cfg.quick else ():
-        if key not in given:
+        if key not in typed:
             OmegaConf.update(cfg, key, value)
 
 
 def check(cfg: DictConfig) -> list[str]:
-    """Raises RunError for what cannot be measured as written. -> the estimators' names."""
-    settings.check_whole_numbers(cfg, SMALLEST if cfg.workers is None else SMALLEST | {"workers": 1})
+    """Returns the estimators' names. Raises RunError for what cannot be measured as written."""
+    checks.check_whole_numbers(cfg, SMALLEST if cfg.workers is None else SMALLEST | {"workers": 1})
     sizes = OmegaConf.to_container(cfg)["group_sizes"]
     if not isinstance(sizes, list) or not sizes or not all(type(n) is int and 2 <= n <= cfg.samples / 2 for n in sizes):
         raise RunError(
@@ -84,23 +92,23 @@ def check(cfg: DictConfig) -> list[str]:
     if cfg.checkpoint is not None and not Path(str(cfg.checkpoint)).expanduser().is_dir():
         raise RunError(f"checkpoint={cfg.checkpoint} is not a folder. Give RUN/checkpoints/step-XXXXXXXX.")
     names = estimators(cfg)
-    settings.check_policy_and_task(cfg)
+    checks.check_policy_and_task(cfg)
     return names
 
 
 def estimators(cfg: DictConfig) -> list[str]:
-    """Their names: those that all are compared with, and what is asked for."""
-    known = sorted(path.stem for path in (settings.CONF / "baseline").glob("*.yaml"))
+    """Returns the names of the estimators: those that all are compared with, and those that are asked for."""
+    known = sorted(path.stem for path in (CONF / "baseline").glob("*.yaml"))
     asked = known if cfg.estimators is None else OmegaConf.to_container(cfg)["estimators"]
     asked = asked if isinstance(asked, list) else [str(asked)]
     for name in asked:
         if name not in known:
-            raise RunError(f"estimators: {name} is no baseline.{settings.near_miss(name, known)} Known: {known}.")
+            raise RunError(f"estimators: {name} is no baseline.{near_miss(name, known)} Known: {known}.")
     return list(dict.fromkeys(["rloo", "energy_probe", *asked]))
 
 
 def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
-    """runs_dir/variance/TASK-MODEL[-STEP]-DIGEST: of everything that a stored measurement depends on."""
+    """Returns runs_dir/variance/TASK-MODEL[-STEP]-DIGEST, the digest of all that a stored measurement depends on."""
     identity = {key: OmegaConf.to_container(cfg, resolve=True)[key] for key in MEASUREMENT}
     if cfg.checkpoint is not None:  # by its weights: the same path may hold another policy after overwrite=true
         identity["checkpoint"] = weights_digest(Path(cfg.checkpoint).expanduser())
@@ -110,7 +118,7 @@ def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """Raises RunError where the folder holds no weights."""
+    """Returns a digest of the weights in a checkpoint. Raises RunError where the folder holds none."""
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
         raise RunError(f"checkpoint={checkpoint} holds no *.safetensors. Give RUN/checkpoints/step-XXXXXXXX.")
@@ -122,21 +130,13 @@ def weights_digest(checkpoint: Path) -> str:
 
 
 def command_line(arguments: list[str]) -> None:
-    """`python experiments/variance.py ARGUMENTS`. Exits with 2 for what is refused, 130 after Ctrl-C."""
-    sys.argv = [str(Path(__file__)), *settings.accept_open_keys([quoted(argument) for argument in arguments])]
-    try:
-        settings.refuse_unknown_choices(sys.argv[1:], "variance")
-        main()
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(REFUSED)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on with what is not measured yet", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    """Runs `python experiments/variance.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
+    with exit_codes(after_stop="goes on with what is not measured yet"):
+        run_hydra(main, __file__, [quoted(argument) for argument in arguments], "variance")
 
 
 def quoted(argument: str) -> str:
-    """`checkpoint=PATH` as Hydra wants it: the names of runs have `=` in them."""
+    """Quotes the path in `checkpoint=PATH` for Hydra, since names of runs have `=` in them."""
     key, _, value = argument.partition("=")
     if key not in PATHS or value in ("", "null") or value[0] in "'\"":
         return argument

@@ -1,16 +1,14 @@
-"""Hydra finds launchers only below hydra_plugins: those of this project, their options, and the sweeper they go with.
+"""The launchers of this project, their options and their sweeper. Hydra looks for such only below hydra_plugins.
 
 Imported at every start of experiments/run.py, so everything else is imported when a sweep is launched. Hydra executes
 this file before it is in sys.modules, which a dataclass with postponed annotations would need.
 """
 
-import sys
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Optional
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # private: Hydra offers no other to build on
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -22,6 +20,8 @@ from omegaconf import DictConfig
 
 @dataclass
 class LocalConf:
+    """Options of hydra/launcher=local."""
+
     _target_: str = "hydra_plugins.otb_launchers.LocalLauncher"
     parallel: Optional[int] = None  # noqa: UP045 - OmegaConf reads the annotation
     max_restarts: int = 3
@@ -30,7 +30,7 @@ class LocalConf:
 
 @dataclass
 class SlurmConf(SlurmQueueConf):
-    """The plugin's options, and those that it lacks."""
+    """Options of hydra/launcher=slurm: those of hydra-submitit-launcher, and those that it lacks."""
 
     _target_: str = "hydra_plugins.otb_launchers.SlurmLauncher"
     wait: bool = True
@@ -44,13 +44,15 @@ for name, node in (("otb_local", LocalConf), ("otb_slurm", SlurmConf)):
 
 
 class Sweeper(BasicSweeper):
-    """Hydra's own; but it composes every run to see whether it can, and the launchers do that too."""
+    """Hydra's own sweeper without its check that every run composes, which the launchers make too."""
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        pass
+        """Does nothing; experiments/sweeps/plan.py composes and checks every run."""
 
 
 class LocalLauncher(Launcher):
+    """Runs a sweep on this machine, each run in a process of its own."""
+
     def __init__(self, parallel: int | None, max_restarts: int, wait: bool):
         self.parallel, self.max_restarts, self.wait = parallel, max_restarts, wait
 
@@ -58,32 +60,22 @@ class LocalLauncher(Launcher):
         self.hydra_context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from experiments.command_line import refusals
         from experiments.sweeps.local import launch
 
-        with refusals_shown():
+        with refusals():
             options = self.parallel, self.max_restarts, self.wait
             launch(self.hydra_context.config_loader, self.config, job_overrides, *options)
         return [JobReturn(status=JobStatus.COMPLETED)] * len(job_overrides)
 
 
 class SlurmLauncher(PluginLauncher):
-    """The plugin's options and sbatch files; but jobs that survive their submitter, preemption and time limits."""
+    """Sends jobs by the plugin's options and sbatch files that survive their submitter, preemption and time limits."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from experiments.command_line import refusals
         from slurm.submit import launch
 
-        with refusals_shown():
+        with refusals():
             launch(self.hydra_context.config_loader, self.config, job_overrides, dict(self.params))
         return [JobReturn(status=JobStatus.COMPLETED)] * len(job_overrides)
-
-
-@contextmanager
-def refusals_shown():
-    """Hydra would show a traceback of its own inside."""
-    from otb.errors import RunError
-
-    try:
-        yield
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

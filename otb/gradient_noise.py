@@ -1,20 +1,24 @@
 """Gradient noise from the gradients of micro-batches: the estimator of two batch sizes (McCandlish et al. 2018).
 
 The squared norm of a mean over B prompt groups is |mu|^2 + tr(Sigma) / B on average. Micro-batches give it at a small
-B, the step's gradient at a large one, and two equations have two unknowns (arXiv 1812.06162, appendix A.1). Called by
-the trainer.
+B, the step's gradient at a large one, and two equations have two unknowns (arXiv 1812.06162, appendix A.1). The trainer
+tells a `GradientNoise` what happens in a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+ROW = "row"  # the key under which `number_rows` leaves each row's place
+
 
 def noise_and_signal(micro_batch: float, step: float, groups_per_micro_batch: int, groups: int) -> tuple[float, float]:
-    """(tr(Sigma), |mu|^2) of one prompt group's gradient; both unbiased for independent groups, the signal may be < 0.
+    """Returns (tr(Sigma), |mu|^2) of one prompt group's gradient.
+
+    Both are unbiased for independent groups, so that the signal may be negative.
 
     micro_batch: mean over micro-batches of the squared norm of their mean gradient, of `groups_per_micro_batch` groups
     each. step: squared norm of the mean gradient of all `groups` of the step.
@@ -24,8 +28,83 @@ def noise_and_signal(micro_batch: float, step: float, groups_per_micro_batch: in
     return noise, (large * step - small * micro_batch) / (large - small)
 
 
+def verl_noise(verl_power: float, gradient_norm: float, rollouts: int) -> float:
+    """Returns (total power - signal) / (n - 1) as verl logs it, n = rollouts: to be compared, not to be trusted.
+
+    It subtracts the squared norm of a gradient over parameters from a power over logits, without a common normaliser.
+    """
+    return (verl_power - gradient_norm**2) / max(1, rollouts - 1)
+
+
+class GradientNoise:
+    """Measures the gradient noise of every optimizer step of a trainer, which calls the methods in this order.
+
+    `number_rows` and `regroup` undo TRL's shuffle, once per generation of rollouts. `start` and `after_micro_batch`
+    surround each backward pass. `measured` closes the step.
+    """
+
+    def __init__(self) -> None:
+        self._norms: BackwardNorms | None = None  # from the first backward pass on
+        self._squares: list[Tensor] = []  # squared gradient norms of the micro-batches since the last optimizer step
+
+    def number_rows(self, output: dict) -> None:
+        """Numbers the rollouts of a generation, before TRL shuffles them. Raises ValueError for rows with images."""
+        if "pixel_values" in output:
+            raise ValueError(
+                "measure_gradient_noise=True puts the rollouts of a prompt group together again, and the rows of "
+                "pixel_values are patches, not rollouts. Use measure_gradient_noise=False."
+            )
+        output[ROW] = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
+
+    def regroup(self, batches: list[dict]) -> list[dict]:
+        """Returns the micro-batches of a generation with their rows in the order of `number_rows`.
+
+        A group's baseline is made of its own rollouts, so that micro-batches which share a group are not independent.
+        """
+        order = torch.cat([batch.pop(ROW) for batch in batches])
+        return whole_groups(batches, order)
+
+    def start(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Counts what the next backward pass adds to the gradients of the model."""
+        if self._norms is None:
+            self._norms = BackwardNorms(model.parameters())
+        self._norms.start(device)
+
+    def after_micro_batch(self) -> None:
+        """Keeps the squared gradient norm of the micro-batch that `start` began."""
+        assert self._norms is not None, "start comes before after_micro_batch"
+        self._squares.append(self._norms.take())
+
+    def measured(
+        self,
+        norm: float,
+        rollouts: int,
+        group_size: int,
+        verl_power: float | None,
+        gather: Callable[[Tensor], Tensor],
+    ) -> dict[str, float]:
+        """Returns gradient_noise and gradient_signal of the step, and verl_noise where verl's power is known.
+
+        Args:
+            norm: of the step's gradient over all processes, before clipping.
+            rollouts: of a micro-batch.
+            verl_power: the metric of this name, of the same step.
+            gather: collects a tensor (n,) of each process -> (processes x n,).
+        """
+        squares, self._squares = torch.stack(self._squares), []
+        count = len(squares)  # the loss of a micro-batch is divided by it: `squares` are of gradients / count
+        squares = gather(squares)
+        noise, signal = noise_and_signal(
+            float(squares.mean()) * count**2, norm**2, rollouts // group_size, len(squares) * rollouts // group_size
+        )
+        measured = {"gradient_noise": noise, "gradient_signal": signal}
+        if verl_power is not None:
+            measured["verl_noise"] = verl_noise(verl_power, norm, len(squares) * rollouts)
+        return measured
+
+
 class BackwardNorms:
-    """Squared gradient norm of a backward pass, without a copy of any gradient.
+    """Squared gradient norm of a backward pass, taken without a copy of any gradient.
 
     A hook on a parameter sees what one backward adds to its `.grad`; under DDP, before the processes are averaged.
     Between `take` and `start` nothing is added: exact norms go through the same hooks.
@@ -42,16 +121,18 @@ class BackwardNorms:
             self._sum = self._sum + torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square()
 
     def start(self, device: torch.device) -> None:
+        """Counts from 0 what backward passes add from now on."""
         self._sum = torch.zeros((), device=device)
 
     def take(self) -> Tensor:
-        """Of what ran since `start`, scalar."""
-        found, self._sum = self._sum, None
-        return found
+        """Returns the squared gradient norm, a scalar, of the backward passes since `start`, and stops counting."""
+        squared_norm, self._sum = self._sum, None
+        assert squared_norm is not None, "start comes before take"
+        return squared_norm
 
 
 def whole_groups(batches: list[dict], order: Tensor) -> list[dict]:
-    """Micro-batches of the same sizes with the rows put back in their order: rows of a prompt group stand together.
+    """Returns micro-batches of the same sizes with the rows back in their order: rows of a prompt group stand together.
 
     order: each row's place, in the order in which the batches hold them. A value is a tensor or list with a row per
     rollout, or a scalar or None, which all batches share.
@@ -75,4 +156,5 @@ def whole_groups(batches: list[dict], order: Tensor) -> list[dict]:
 
 
 def is_rows(value) -> bool:
+    """Tells whether a value of a batch has a row per rollout."""
     return isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)

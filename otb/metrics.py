@@ -74,11 +74,3 @@ def energy_metrics(rollouts: RolloutGroups, advantages: Tensor) -> dict[str, flo
         "total_power": power.mean().item(),
         "verl_power": (energy * averaged.square()).mean().item(),
     }
-
-
-def verl_noise(verl_power: float, gradient_norm: float, rollouts: int) -> float:
-    """(total power - signal) / (n - 1) as verl logs it, n = rollouts of the step: to be compared, not to be trusted.
-
-    It subtracts the squared norm of a gradient over parameters from a power over logits, without a common normaliser.
-    """
-    return (verl_power - gradient_norm**2) / max(1, rollouts - 1)

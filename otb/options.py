@@ -1,12 +1,13 @@
-"""Options of trl.GRPOConfig that make no sense with a baseline.
+"""Checks which options make sense together: those of trl.GRPOConfig with a baseline, and the batches of a step.
 
-Checked by OTBTrainer, and by the command line before it imports torch: this file imports neither torch nor trl.
+OTBTrainer calls it, and so does the command line before it imports torch: this file imports neither torch nor trl.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from otb import baselines
 
@@ -14,10 +15,20 @@ from otb import baselines
 NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 # Further options of generate() that change what is sampled; TRL leaves them to generation_kwargs and to the model's own
 # generation configuration, which fills in whatever TRL sets to None.
-OTHER_SAMPLING = {"min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "num_beams": 1}
-OTHER_SAMPLING |= {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "min_length": 0, "min_new_tokens": 0}
-OTHER_SAMPLING |= {"top_h": None, "penalty_alpha": None, "bad_words_ids": None, "suppress_tokens": None}
-OTHER_SAMPLING |= {
+OTHER_SAMPLING = {
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "top_h": None,
+    "penalty_alpha": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
     "begin_suppress_tokens": None,
     "sequence_bias": None,
     "guidance_scale": None,
@@ -26,7 +37,7 @@ OTHER_SAMPLING |= {
 
 
 def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool) -> None:
-    """Raises ValueError for options of GRPOConfig (`args`, any object with its attributes) that do not fit."""
+    """Raises ValueError for options that do not fit the baseline. args: a GRPOConfig, or what has its attributes."""
     name, group_size = baselines.name_of(baseline), args.num_generations
     if group_size < (smallest := baselines.min_group_size_of(baseline)):
         raise ValueError(
@@ -63,9 +74,72 @@ def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool) -> No
 def refuse_generation(options: dict, source: str, neutral: dict = OTHER_SAMPLING) -> None:
     """Raises ValueError for a sampling option that is not neutral. source: where it stands, for the message."""
     for name, value in neutral.items():
-        if (given := options.get(name)) not in (value, None):
+        if (chosen := options.get(name)) not in (value, None):
             where = f" in {source}" if source else ""
             raise ValueError(
-                f"{name}={given}{where}: the score norms are those of the softmax at the temperature, and with {name} "
+                f"{name}={chosen}{where}: the score norms are those of the softmax at the temperature, and with {name} "
                 f"that is not the distribution sampled from. Use {name}={value}, or a baseline without energy."
             )
+
+
+# ---- the batches of a step
+
+
+class Batches(NamedTuple):
+    """How one step is divided. A forward with its backward pass is one micro-batch.
+
+    Args:
+        local: rollouts of one process per step.
+        forward: rollouts of one forward.
+        accumulation: forwards of one process per step.
+    """
+
+    local: int
+    forward: int
+    accumulation: int
+
+
+def batches(prompts_per_step: int, group_size: int, processes: int, rollouts_per_forward: int | None) -> Batches:
+    """Divides the rollouts of a step over processes and forwards.
+
+    rollouts_per_forward: None, or more than a process has, means all of its rollouts at once.
+
+    Raises:
+        ValueError: a division leaves a rest. The text names the keys of a run (conf/config.yaml).
+    """
+    rollouts = prompts_per_step * group_size
+    if rollouts % processes:
+        fit = processes // math.gcd(processes, group_size)
+        raise ValueError(
+            f"prompts_per_step={prompts_per_step} x group_size={group_size} = {rollouts} rollouts do not divide over "
+            f"{processes} processes. Try prompts_per_step={max(fit, prompts_per_step // fit * fit)}."
+        )
+    local, forward = rollouts // processes, rollouts_per_forward
+    if forward is None:
+        return Batches(local, local, 1)
+    if type(forward) is not int or forward < 1 or (forward < local and local % forward):
+        most = forward if type(forward) is int else 1
+        fit = max((d for d in range(1, local + 1) if local % d == 0 and d <= most), default=1)
+        raise ValueError(
+            f"model.rollouts_per_forward={forward} must divide the {local} rollouts of a process. "
+            f"Try model.rollouts_per_forward={fit}."
+        )
+    forward = min(forward, local)
+    return Batches(local, forward, local // forward)
+
+
+def refuse_broken_groups(batches: Batches, group_size: int, processes: int, fix: str | None = None) -> None:
+    """Raises ValueError unless a step has two micro-batches or more, each of whole prompt groups.
+
+    Gradient noise is measured on them. fix: what to do, for a caller that knows other options than the keys of a run.
+    """
+    local, forward, accumulation = batches
+    if forward % group_size == 0 and accumulation * processes > 1:
+        return
+    groups = local // group_size  # whole ones of a process
+    fits = [k * group_size for k in range(1, groups // 2 + 1) if local % (k * group_size) == 0]
+    keys = f"model.rollouts_per_forward={fits[-1]}" if fits else f"prompts_per_step={4 * processes}"
+    raise ValueError(
+        f"measure_gradient_noise compares micro-batches of whole prompt groups; a step has "
+        f"{accumulation * processes} of {forward} rollouts in groups of {group_size}. {fix or f'Try {keys}.'}"
+    )

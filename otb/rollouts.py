@@ -1,12 +1,13 @@
 """Prompt groups as a baseline sees them: rewards, own-token counts and squared score norms, shapes checked once.
 
 The trainer, the conformance check and the variance laboratory build `RolloutGroups`; baselines and `advantages` read
-them. Tool and padding positions are dropped by `OwnTokens` before, so position t is the t-th token that the policy
-sampled and one estimator serves single-turn and tool-integrated rollouts alike.
+them. `OwnTokens` drops tool and padding positions before, so position t is the t-th token that the policy sampled, and
+one estimator serves single-turn and tool-integrated rollouts alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,8 +29,8 @@ class RolloutGroups:
             trainable parameters; with rho_t s_t in the place of s_t under importance sampling.
         prefix_norms: (P, G, T) float >= 0 or None: exact ||sum_{j<=t} s_j||^2; like `energy` it keeps its last value
             after the last own token.
-        reduced: tensors (P, G, ...): what the baseline's `reduce` kept of each rollout's hidden states.
-        totals: what it summed over all rollouts of all processes, any shape.
+        reduced: name -> tensor (P, G, ...): the rows that the baseline's `reduce` returned for each rollout.
+        totals: name -> tensor of any shape: the totals that it returned, summed over the rollouts of all processes.
 
     Raises:
         ValueError: a shape does not fit.
@@ -67,11 +68,12 @@ class RolloutGroups:
 
     @property
     def group_size(self) -> int:
+        """G, rollouts per prompt."""
         return self.rewards.shape[1]
 
     @cached_property
     def tokens(self) -> int:
-        """T, the width of the own-token axis; 1 where nothing per token was given."""
+        """T, the width of the own-token axis; 1 where no field has one."""
         for per_token in (self.score_norms, self.prefix_norms, self.token_returns):
             if per_token is not None:
                 return per_token.shape[2]
@@ -79,7 +81,7 @@ class RolloutGroups:
 
     @cached_property
     def scored(self) -> Tensor:
-        """(P, G) bool."""
+        """(P, G) bool: the rollout has a reward."""
         return ~self.rewards.isnan()
 
     @cached_property
@@ -118,9 +120,9 @@ class RolloutGroups:
 
 @dataclass(frozen=True)
 class TokenStates:
-    """What the policy's forward gave for every own token of some rollouts, packed; a baseline's `reduce` reads it.
+    """One micro-batch of the policy's forward, packed to own tokens; a baseline's `reduce` reads it.
 
-    Hidden states are too large to be kept for a whole batch: this is one micro-batch on its way through.
+    Hidden states are too large to be kept for a whole batch, so that `reduce` sees them micro-batch by micro-batch.
 
     Args:
         own: (B, T) bool: the rollout reaches its t-th own token.
@@ -150,6 +152,18 @@ class TokenStates:
         return self.own & ~torch.nn.functional.pad(self.own, (0, 1))[:, 1:]
 
 
+def joined(chunks: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenates tensors along their first dimension; dimension `dim`, where they have it, may differ.
+
+    It is padded with 0 to the widest. Chunks (n_k, ...) -> (sum of n_k, ...).
+    """
+    if chunks[0].dim() <= dim:
+        return torch.cat(list(chunks))
+    widest = max(chunk.shape[dim] for chunk in chunks)
+    behind = [0, 0] * (chunks[0].dim() - dim - 1)
+    return torch.cat([torch.nn.functional.pad(chunk, (*behind, 0, widest - chunk.shape[dim])) for chunk in chunks])
+
+
 class OwnTokens:
     """Moves per-token values between the padded layout of a batch and the packed own-token layout.
 
@@ -163,13 +177,13 @@ class OwnTokens:
         self.width = int(self.lengths.max()) if len(response_mask) else 0
         t = torch.arange(self.width, device=response_mask.device, dtype=torch.int32)
         self.own = t < self.lengths.unsqueeze(-1)  # (B, T)
-        # Without gaps the packed layout is a prefix of the padded one and nothing has to move.
+        # Without gaps the packed layout is a prefix of the padded one and nothing has to move. The comparison is one of
+        # bytes, because comparing bools is ten times slower on a CPU.
         within = response_mask[:, : self.width].contiguous()
-        # As bytes: comparing bools is ten times slower on a CPU.
         self._unbroken = not (within.view(torch.uint8) ^ self.own.view(torch.uint8)).any()
 
     def pack(self, values: Tensor) -> Tensor:
-        """(B, C) -> (B, T): the own tokens' values, first own token first, 0 after the last; (B, C, d) -> (B, T, d)."""
+        """Returns the own tokens' values, first own token first, 0 after the last. (B, C) -> (B, T); (B, C, d) too."""
         own, mask = (self.own, self.mask) if values.dim() == 2 else (self.own.unsqueeze(-1), self.mask.unsqueeze(-1))
         if self._unbroken:
             return torch.where(own, values[:, : self.width], 0.0)
@@ -177,7 +191,7 @@ class OwnTokens:
         return packed.masked_scatter_(own, values.masked_select(mask))
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """(B, T), 0 past the last own token -> (B, C): packed values back at their positions, 0 elsewhere."""
+        """Returns packed values at their positions, 0 elsewhere. (B, T), 0 past the last own token -> (B, C)."""
         if self._unbroken:
             padding = self.mask.shape[1] - self.width
             return torch.nn.functional.pad(packed, (0, padding)) if padding else packed

@@ -20,7 +20,7 @@ def logit_gradient_proxy(log_probs: Tensor, log_sum_sq_probs: Tensor) -> Tensor:
 
     log_probs, log_sum_sq_probs (...), natural logarithms at the sampling temperature -> (...), float32 at least.
     Written as (1 - pi)^2 + (sum pi^2 - pi^2): both terms are non-negative, while the literal form cancels to small
-    negative numbers near pi = 1 and would throw a weighted mean out of its range (PAPER: the proxy; README, Choices).
+    negative numbers near pi = 1 and would throw a weighted mean out of its range (docs/choices.md).
     """
     log_probs = log_probs if log_probs.dtype == torch.float64 else log_probs.float()  # bf16 has 8 bits: not enough
     others = log_sum_sq_probs.to(log_probs.dtype).exp() - (2 * log_probs).exp()  # sum over v != y of pi_v^2

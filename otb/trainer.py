@@ -1,15 +1,34 @@
-"""OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`. The only file on TRL's inside.
+"""OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`.
 
-Three methods of GRPOTrainer are extended and none is copied. `_calculate_rewards` keeps the gathered rewards,
-`_get_per_token_logps_and_entropies` also takes log sum pi^2 on no-grad passes, `_generate_and_score_completions` calls
-TRL's and then replaces the advantages, before rows are shuffled and cut into micro-batches. Only what the baseline
-declares is computed; hidden states pass through its `reduce` micro-batch by micro-batch. The state of a baseline that
-learns goes with the optimizer's into every checkpoint.
+No method of TRL is copied. Those below are extended: each does its part and calls the next class by super(). A training
+step of a run goes through five classes: Run (experiments.run_trainer.RunTrainer) > Tool (otb.tool_rollouts.ToolTrainer)
+> OTB (OTBTrainer, here) > GRPO (trl.GRPOTrainer) > HF (transformers.Trainer). The order of one step, each line with the
+classes that take part in it:
+
+    training_step                              Run > OTB > GRPO   once per micro-batch
+      _prepare_inputs                          OTB > GRPO         hands out the next micro-batch, or makes new ones:
+        _generate_and_score_completions        OTB > GRPO         prompts -> everything that the loss reads
+          _generate                            Tool > OTB > GRPO  prompts -> responses; counts their tokens
+            _generate_single_turn              Tool > GRPO        one turn of every unfinished rollout
+            _get_tool_suffix_ids               Tool > GRPO        the reply to a tool call
+          _get_per_token_logps_and_entropies   OTB > GRPO         a no-grad pass, here with log sum pi^2
+          _calculate_rewards                   OTB > GRPO         rewards, which are kept
+          _replace_advantages                  OTB                pack, measure, baseline, advantages, unpack
+            _log_rollouts                      Run > OTB          metrics of the rollouts
+      _compute_loss                            GRPO               then the backward pass
+    _get_grad_norm                             Run > OTB > HF     once per optimizer step, before it
+    _maybe_log_save_evaluate                   Run > HF           samples, evaluation, checkpoint
+      log                                      Run > GRPO         the metrics row
+
+TRL makes the pass for log-probabilities of its own only where its loss needs one; `_measured` makes one otherwise, and
+only if the baseline declares that it needs it. The state of a baseline that learns goes into every checkpoint, beside
+the optimizer's. otb/seams.py lists every private name of TRL that this relies on.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import os
 import random
 import time
@@ -19,6 +38,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -27,15 +47,15 @@ from trl.trainer.utils import add_fused_lm_head
 from otb import baselines, exact_norms
 from otb.advantages import advantages as advantages_of
 from otb.baselines.otb import otb
-from otb.gradient_noise import BackwardNorms, noise_and_signal, whole_groups
-from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, verl_noise
-from otb.options import refuse_generation, refuse_options
-from otb.rollouts import OwnTokens, RolloutGroups, TokenStates
+from otb.gradient_noise import GradientNoise
+from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
+from otb.options import Batches, refuse_broken_groups, refuse_generation, refuse_options
+from otb.rollouts import OwnTokens, RolloutGroups, TokenStates, joined
 from otb.score_norms import logit_gradient_proxy
 
-LENGTH_CHUNKS = 4  # of the own pass; more would save little padding and make its matrices small
+LENGTH_CHUNKS = 4  # batches of the extra pass, by length; more would save little padding and make its matrices small
 EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})
-BASELINE_STATE = "baseline.pt"  # in a checkpoint, of a baseline that learns over the steps
+BASELINE_STATE = "baseline.pt"  # the file in a checkpoint that holds the state of a baseline that learns
 
 
 class _SingleRollout(int):
@@ -47,9 +67,13 @@ class _SingleRollout(int):
 
 @dataclass
 class OTBConfig(GRPOConfig):
-    """TRL's GRPOConfig, with `num_generations=1` allowed: whether a group of one makes sense is the baseline's word.
+    """TRL's GRPOConfig with two more fields and two other rules.
 
-    `scale_rewards` is "none": what divides an advantage belongs to the baseline (`grpo` divides, `otb` does not).
+    `num_generations=1` is allowed: the baseline declares the smallest group that makes sense. `scale_rewards` is
+    "none": what divides an advantage belongs to the baseline (`grpo` divides, `otb` does not).
+
+    Raises:
+        ValueError: `scale_rewards` is anything else.
     """
 
     scale_rewards: str = "none"
@@ -59,6 +83,14 @@ class OTBConfig(GRPOConfig):
     measure_gradient_noise: bool = field(
         default=False,
         metadata={"help": "Log the gradient noise measured on micro-batches of whole groups, and energy metrics."},
+    )
+
+    geometric_ratio_band: tuple[float, float] | None = field(
+        default=None,
+        metadata={
+            "help": "Drop a rollout where the geometric mean over own tokens of trained / sampled probability leaves "
+            "(low, high): Geo-RS of the paper's 14B runs. Needs the sampler's log-probs, so vLLM."
+        },
     )
 
     def __post_init__(self):
@@ -77,12 +109,13 @@ class OTBTrainer(GRPOTrainer):
     """A drop-in for `trl.GRPOTrainer` whose advantages come from `baseline`.
 
     Args:
-        baseline: function or object of the contract in `otb.baselines`; the paper's token baseline by default. One that
-            carries state is copied, so that no other trainer learns with it: `trainer.baseline` is the copy.
-        Everything else as in `trl.GRPOTrainer`. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
+        baseline: A function or object of the contract in `otb.baselines`; the paper's token baseline by default. One
+            that carries state is copied, so that no other trainer learns with it: `trainer.baseline` is the copy.
+        args: An OTBConfig. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
+        Everything else is as in `trl.GRPOTrainer`.
 
     Raises:
-        ValueError: an option that makes no sense with the baseline, before the model is loaded.
+        ValueError: An option makes no sense with the baseline; raised before the model is loaded.
     """
 
     _tag_names = ["trl", "otb"]
@@ -91,34 +124,36 @@ class OTBTrainer(GRPOTrainer):
     def __init__(self, model, reward_funcs=None, args=None, *positional, baseline: Callable = otb, **kwargs):
         self.baseline = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self._needs = baselines.needs_of(baseline)
-        self._measures_noise = getattr(args, "measure_gradient_noise", False)
-        wants_energy = self._measures_noise or getattr(args, "log_energy", False)
-        self._needs_score_norms = "score_norms" in self._needs or wants_energy
+        self._noise = GradientNoise() if getattr(args, "measure_gradient_noise", False) else None
+        logs_energy = self._noise is not None or getattr(args, "log_energy", False)
+        self._needs_score_norms = "score_norms" in self._needs or logs_energy
         if args is not None:
             refuse_options(args, baseline, self._needs_score_norms or baselines.needs_scores(baseline))
-            if self._measures_noise:
+            if self._noise:
                 refuse_micro_batches(args)
-        self._scoring = False  # inside a training batch whose no-grad passes should return log sum pi^2
+        # What the hooks of one step leave for those that follow; see the order above.
+        self._scoring = False  # whether no-grad passes are to return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
-        self._rewards_per_function: Tensor | None = None
+        self._rewards_per_function: Tensor | None = None  # (P * G, reward functions), of all processes
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
-        self._seconds: dict[str, float] = {}
-        self._backward_norms: BackwardNorms | None = None  # from the first step on, where gradient noise is measured
-        self._micro_batches: list[Tensor] = []  # squared gradient norms since the last optimizer step
+        self._seconds: dict[str, float] = {}  # part of the step -> time spent in it
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        keep_float32_outputs(self.accelerator)
+        if self.use_vllm:  # its engine has seeded this process with its own number, the same for every run
+            set_seed(self.args.seed, device_specific=True)
         if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
             refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
         if self._needs & EXACT_NORMS:
             exact_norms.trainable(self.model)  # too many parameters are refused before the first rollout
-            self._refuse_sharding(f"{baselines.name_of(baseline)} needs exact norms", "a baseline with the proxy")
-        if self._measures_noise:
+            self._refuse_sharding(f"baseline {baselines.name_of(baseline)}", "a baseline with the proxy")
+        if self._noise:
             self._refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
 
-    def _refuse_sharding(self, what: str, instead: str) -> None:
+    def _refuse_sharding(self, option: str, instead: str) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
-                f"{what}, and whole parameters on every process with it; FSDP and DeepSpeed shard them. Use plain data "
-                f"parallelism, or {instead}."
+                f"{option} reads gradients of whole parameters on every process, and FSDP and DeepSpeed shard them. "
+                f"Use plain data parallelism, or {instead}."
             )
 
     # ---- rollouts -> advantages
@@ -126,7 +161,7 @@ class OTBTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        # TRL's own pass knows neither tool tokens nor rewards, which `reduce` needs: hidden states take an own pass
+        # TRL's pass knows neither tool tokens nor rewards, which `reduce` needs, so hidden states take an extra one.
         self._scoring = self._needs_score_norms and "hidden_states" not in self._needs
         try:
             output = super()._generate_and_score_completions(inputs)
@@ -139,6 +174,8 @@ class OTBTrainer(GRPOTrainer):
 
     def _replace_advantages(self, output: dict) -> None:
         """Puts the baseline's advantages, (B,) or (B, C), in the place of TRL's group-mean ones (B,)."""
+        if (band := getattr(self.args, "geometric_ratio_band", None)) is not None:
+            self._drop_mismatched(output, *band)
         own = OwnTokens(response_mask(output))
         rollouts = self._gathered_groups(own, **self._measured(output, own))
         baseline = self.baseline(rollouts)
@@ -149,20 +186,31 @@ class OTBTrainer(GRPOTrainer):
         per_rollout = advantages.shape[-1] == 1
         if not per_rollout and not baselines.is_per_token(self.baseline):
             raise ValueError(
-                f"Baseline {baselines.name_of(self.baseline)} gave one value per token without saying so, and options "
-                "that need one per rollout were not refused. Declare it: @declare(per_token=True)."
+                f"baseline {baselines.name_of(self.baseline)} returned one value per token and has not declared it, so "
+                "that options which need one per rollout were not refused. Declare it: @declare(per_token=True)."
             )
         output["advantages"] = packed[:, 0] if per_rollout else own.unpack(packed[:, : own.width])
-        if self._measures_noise:
-            if "pixel_values" in output:
-                raise ValueError("measure_gradient_noise=True keeps prompt groups whole, which images do not allow.")
-            output["row"] = torch.arange(len(own.mask), device=own.mask.device)  # undoes TRL's shuffle
+        if self._noise:
+            self._noise.number_rows(output)
         self._log_rollouts(rollouts, baseline, advantages, output)
         if baselines.carries_state(self.baseline):
             self.baseline.update(rollouts)
 
+    def _drop_mismatched(self, output: dict, low: float, high: float) -> None:
+        """Takes the rollouts of which the geometric mean ratio leaves the band out of the loss and of all sums.
+
+        They keep their reward in the baselines that read rewards alone, as masked truncated rollouts do.
+        """
+        outside = outside_band(output, low, high)
+        output["completion_mask"] = output["completion_mask"] * ~outside.unsqueeze(1)
+        share = self.accelerator.gather(outside.float()).mean().item()
+        self._metrics["train"]["dropped_by_mismatch"].append(share)
+
     def _gathered_groups(self, own: OwnTokens, totals: dict, reduced: dict, **measured: Tensor) -> RolloutGroups:
-        """The prompt groups of all processes. Of this one: measured and reduced rows (B, ...), totals of any shape."""
+        """Returns the prompt groups of all processes, from what each of them measured.
+
+        reduced, measured: rows (B, ...) of this process; totals: tensors of any shape, which are summed.
+        """
         lengths = self._gathered(own.lengths)
         measured = {name: self._gathered(rows) for name, rows in measured.items()}
         if "prefix_norms" in measured:  # another process's rollouts may be longer
@@ -176,7 +224,7 @@ class OTBTrainer(GRPOTrainer):
         )
 
     def _gathered(self, rows: Tensor) -> Tensor:
-        """(B, ...) of each process -> (P, G, ...); a second dimension may differ between them and is padded with 0."""
+        """Collects rows of all processes. (B, ...) -> (P, G, ...); a second dimension that differs is padded with 0."""
         if rows.dim() > 1:
             rows = self.accelerator.pad_across_processes(rows, dim=1)
         return self._in_groups(self.accelerator.gather(rows))
@@ -185,7 +233,8 @@ class OTBTrainer(GRPOTrainer):
         return rows.unflatten(0, (-1, self.num_generations))
 
     def _summed_rewards(self) -> Tensor:
-        """(P * G,): weighted sum of the reward functions, of all processes; NaN where none could score the rollout."""
+        """Returns the weighted sums of the reward functions, (P * G,) of all processes; NaN for unscored rollouts."""
+        assert self._rewards_per_function is not None, "rewards come before their sums"
         weights = self.reward_weights.to(self._rewards_per_function.device)
         rewards = (self._rewards_per_function * weights).nansum(dim=1)
         return rewards.masked_fill(self._rewards_per_function.isnan().all(dim=1), torch.nan)
@@ -201,20 +250,24 @@ class OTBTrainer(GRPOTrainer):
         generated = super()._generate(prompts)
         _, completion_ids, tool_mask, *_ = generated
         lengths = [len(ids) for ids in completion_ids]
-        own = lengths if tool_mask is None else [sum(mask) for mask in tool_mask]
+        own_counts = lengths if tool_mask is None else [sum(mask) for mask in tool_mask]
         # Counted here: TRL masks truncated rollouts later, and tokens that were sampled were paid for.
-        self._sampled_tokens = torch.tensor([own, lengths], device=self.accelerator.device).T.contiguous()
+        self._sampled_tokens = torch.tensor([own_counts, lengths], device=self.accelerator.device).T.contiguous()
         self._add_seconds("sampling", started)
         return generated
 
     # ---- what the baseline needs
 
     def _measured(self, output: dict, own: OwnTokens) -> dict:
-        """Of this process's rollouts: what the baseline's `reduce` gave, and the norms that it declares, packed."""
+        """Returns what the baseline declared that it needs, of this process's rollouts.
+
+        -> the norms by their names in RolloutGroups, packed (B, T) or (B,); "reduced" and "totals", what the baseline's
+        `reduce` returned, empty without one.
+        """
         measured: dict = {"reduced": {}, "totals": {}}
         if "hidden_states" in self._needs:
             parts: list[tuple[Tensor, dict, dict]] = []
-            probabilities = self._own_pass(output, parts)
+            probabilities = self._extra_pass(output, parts)
             measured["reduced"] = joined_rows([(rows, kept) for rows, kept, _ in parts])
             measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
         elif self._needs_score_norms:
@@ -226,31 +279,34 @@ class OTBTrainer(GRPOTrainer):
         return measured
 
     def _exact_norms(self, output: dict, norms: Callable) -> Tensor:
-        """Exact norms of this process's rollouts, with rho times the score where TRL corrects for the sampler."""
+        """Returns exact norms of this process's rollouts, with rho s in the place of s where TRL corrects the sampler.
+
+        norms: `sequence_norms` or `prefix_norms` of otb.exact_norms.
+        """
         ids, attention_mask = prompts_with_responses(output)
-        own = response_mask(output)
+        own_mask = response_mask(output)
         on_prompt = torch.zeros_like(output["prompt_mask"])
         rho = output.get("importance_sampling_ratio")
         if rho is not None:
-            rho = torch.cat([on_prompt.to(rho), rho.expand(own.shape)], dim=1)
+            rho = torch.cat([on_prompt.to(rho), rho.expand(own_mask.shape)], dim=1)
         model = self.accelerator.unwrap_model(self.model)
         checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
         with checkpointing_off, without_dropout(model), self.accelerator.autocast():
-            return norms(model, ids, attention_mask, torch.cat([on_prompt.bool(), own], 1), self.temperature, rho)
+            return norms(model, ids, attention_mask, torch.cat([on_prompt.bool(), own_mask], 1), self.temperature, rho)
 
     def _probabilities(self, output: dict) -> tuple[Tensor, Tensor]:
-        """log pi and log sum pi^2 (B, C) of the policy that sampled, from TRL's own pass where it made one."""
+        """Returns log pi and log sum pi^2 (B, C) of the policy that sampled, from TRL's pass where it made one."""
         for log_probs, log_sum_sq_probs in self._passes:
             # Under LoRA the reference model's pass runs through the same model: only identity tells them apart.
             if log_probs is output.get("old_per_token_logps"):
                 return log_probs, log_sum_sq_probs
-        return self._own_pass(output)
+        return self._extra_pass(output)
 
-    def _own_pass(self, output: dict, reduced: list | None = None) -> tuple[Tensor, Tensor]:
-        """The extra forward, without gradient: rollouts of similar length together, each chunk as wide as its longest.
+    def _extra_pass(self, output: dict, reduced: list | None = None) -> tuple[Tensor, Tensor]:
+        """Makes a forward without gradient in which rollouts of similar length stand together.
 
         A padded batch is mostly padding where lengths differ; sorting it takes a third off this pass and more.
-        reduced: receives (rows of the batch, kept, totals) of each chunk, by the baseline's `reduce`.
+        reduced: receives (rows of the batch, kept, totals) of each chunk, what the baseline's `reduce` returned for it.
         -> log pi and log sum pi^2 (B, C).
         """
         ids, attention_mask = prompts_with_responses(output)
@@ -265,7 +321,7 @@ class OTBTrainer(GRPOTrainer):
             for rows in lengths.argsort().split(rows_per_chunk):
                 width = max(1, int(lengths[rows[-1]]))
                 chunk = slice(prompt_width + width)
-                with self._hidden_states(wanted=reduced is not None) as hidden_states:
+                with self._hidden_states(reduced is not None) as hidden_states:
                     self._get_per_token_logps_and_entropies(
                         self.model, ids[rows, chunk], attention_mask[rows, chunk], width
                     )
@@ -276,11 +332,14 @@ class OTBTrainer(GRPOTrainer):
         return log_probs, log_sum_sq_probs
 
     def _token_states(self, output: dict, rows: Tensor, hidden_states: Tensor, log_probs, log_sum_sq_probs):
-        """TokenStates of some rows (b,). The others (b, width, ...): of the first `width` positions of the response."""
+        """Returns the TokenStates of rows (b,) of the batch.
+
+        hidden_states (b, width, d), log_probs and log_sum_sq_probs (b, width): of the first positions of the response.
+        """
         width = hidden_states.size(1)
         own = OwnTokens(response_mask(output)[rows, :width])
-        of_these = {name: output[name][rows] for name in ("importance_sampling_ratio",) if name in output}
-        w = proxy(of_these, log_probs, log_sum_sq_probs) if self._needs_score_norms else None
+        ratio = {name: output[name][rows] for name in ("importance_sampling_ratio",) if name in output}
+        w = proxy(ratio, log_probs, log_sum_sq_probs) if self._needs_score_norms else None
         first = self.accelerator.process_index * len(output["completion_ids"])
         return TokenStates(
             own=own.own,
@@ -292,10 +351,13 @@ class OTBTrainer(GRPOTrainer):
         )
 
     @contextmanager
-    def _hidden_states(self, wanted: bool) -> Iterator[list[Tensor]]:
-        """Collects the final hidden states (B, L, d) of each forward inside: what the backbone hands to the LM head."""
+    def _hidden_states(self, collect: bool) -> Iterator[list[Tensor]]:
+        """Collects the final hidden states (B, L, d) of each forward inside: what the backbone hands to the LM head.
+
+        collect: False for a pass that needs none.
+        """
         collected: list[Tensor] = []
-        if not wanted:
+        if not collect:
             yield collected
             return
         backbone = self._causal_model().base_model
@@ -306,7 +368,7 @@ class OTBTrainer(GRPOTrainer):
             hook.remove()
 
     def _causal_model(self) -> torch.nn.Module:
-        """The transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
+        """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -325,9 +387,9 @@ class OTBTrainer(GRPOTrainer):
 
     @contextmanager
     def _log_sum_sq_probs_head(self) -> Iterator[list[Tensor]]:
-        """For the duration of one pass, TRL's fused LM head also returns log sum pi^2, without (B, C, V) logits.
+        """Makes TRL's fused LM head return log sum pi^2 too, for one pass and without (B, C, V) logits.
 
-        The list collects it per chunk. A second head that stayed would cost more per step than this exchange.
+        The list collects it per chunk of TRL's pass. A second head that stayed would cost more per step.
         """
         model = self._causal_model()
         trl_forward, chunks = model.forward, []
@@ -353,49 +415,30 @@ class OTBTrainer(GRPOTrainer):
     # ---- gradient noise, from micro-batches of whole prompt groups
 
     def _prepare_inputs(self, generation_batch):
-        """TRL shuffles the rows of a generation before it cuts micro-batches: here they are put back in their order.
-
-        A group's baseline is made of its own rollouts, so that micro-batches which share a group are not independent.
-        """
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if not self._measures_noise or not self.model.training:
-            return inputs
-        self._backward_norms.start(self.accelerator.device)
-        if self._buffered_inputs is before:
-            return inputs
-        order = torch.cat([batch.pop("row") for batch in self._buffered_inputs])
-        self._buffered_inputs = whole_groups(self._buffered_inputs, order)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        if self._noise and self.model.training:
+            if self._buffered_inputs is not before:  # new rollouts, which TRL shuffled and cut into micro-batches
+                self._buffered_inputs = self._noise.regroup(self._buffered_inputs)
+                inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+            self._noise.start(self.accelerator.unwrap_model(self.model), self.accelerator.device)
+        return inputs
 
     def training_step(self, *args, **kwargs):
-        if self._measures_noise and self._backward_norms is None:
-            self._backward_norms = BackwardNorms(self.accelerator.unwrap_model(self.model).parameters())
         loss = super().training_step(*args, **kwargs)
-        if self._measures_noise:
-            self._micro_batches.append(self._backward_norms.take())
+        if self._noise:
+            self._noise.after_micro_batch()
         return loss
 
     def _get_grad_norm(self, *args, **kwargs):
-        """Asked once per optimizer step, before it: the norm of the gradient of all processes, before clipping."""
+        """Returns the norm of the gradient of all processes before clipping; asked once, before an optimizer step."""
         norm = super()._get_grad_norm(*args, **kwargs)
-        if self._measures_noise:
-            self._log_gradient_noise(float(norm))
+        if self._noise:
+            metrics, rollouts = self._metrics["train"], self.args.per_device_train_batch_size
+            verl_power = metrics["verl_power"][-1] if "verl_power" in metrics else None
+            gather = self.accelerator.gather
+            self._log(self._noise.measured(float(norm), rollouts, self.num_generations, verl_power, gather))
         return norm
-
-    def _log_gradient_noise(self, norm: float) -> None:
-        squares, self._micro_batches = torch.stack(self._micro_batches), []
-        count = len(squares)  # the loss of a micro-batch is divided by it: `squares` are of gradients / count
-        squares = self.accelerator.gather(squares)
-        rows, groups = self.args.per_device_train_batch_size, self.num_generations
-        noise, signal = noise_and_signal(
-            float(squares.mean()) * count**2, norm**2, rows // groups, len(squares) * rows // groups
-        )
-        measured = {"gradient_noise": noise, "gradient_signal": signal}
-        if "verl_power" in self._metrics["train"]:
-            measured["verl_noise"] = verl_noise(self._metrics["train"]["verl_power"][-1], norm, len(squares) * rows)
-        for name, value in measured.items():
-            self._metrics["train"][name].append(value)
 
     # ---- what is logged
 
@@ -409,13 +452,17 @@ class OTBTrainer(GRPOTrainer):
             metrics["tool_tokens"] = int((all_tokens - own_tokens).sum())
         if len(self.reward_funcs) > 1 or self.reward_weights[0] != 1:
             metrics.pop("accuracy", None)  # a weighted sum is no grade
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+        self._log(metrics)
         # TRL's completions table would show the advantages of its own baseline: show the mean of those in use.
         counts = rollouts.lengths.flatten().clamp(min=1) if advantages.shape[-1] > 1 else 1
         for _ in range(rollouts.rewards.numel()):
             self._logs["advantages"].pop()
         self._logs["advantages"].extend((advantages.flatten(0, 1).sum(-1) / counts).tolist())
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        """Hands metrics of the step to TRL, which logs their mean over the passes since the last log."""
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
 
     def _add_seconds(self, part: str, started: float) -> None:
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - started
@@ -446,9 +493,41 @@ class OTBTrainer(GRPOTrainer):
             return super().evaluate(*args, **kwargs)
 
 
+def outside_band(output: dict, low: float, high: float) -> Tensor:
+    """(B,) bool: the geometric mean over own tokens of trained / sampled probability lies outside [low, high].
+
+    output: what TRL hands from scoring to the loss, with the log-probs of the policy and of the sampler. A token that
+    the sampler gave no log-prob (NaN) counts as equal. Raises ValueError without the sampler's log-probs.
+    """
+    if output.get("sampling_per_token_logps") is None or output.get("old_per_token_logps") is None:
+        raise ValueError(
+            "geometric_ratio_band compares the policy's log-probs with the sampler's, and there are none: set "
+            "use_vllm=True and vllm_importance_sampling_correction=True, or geometric_ratio_band=None."
+        )
+    own = response_mask(output)
+    difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).nan_to_num(0.0) * own
+    mean = difference.sum(1) / own.sum(1).clamp(min=1)
+    return (mean < math.log(low)) | (mean > math.log(high))
+
+
+def keep_float32_outputs(accelerator) -> None:
+    """Lets FSDP2 compute in bfloat16 but hand out the log-probs in float32, and reduce gradients in float32.
+
+    accelerate's own policy casts what the model returns to bfloat16: eight bits of a log-prob make importance ratios
+    and score norms near pi = 1 wrong. Call it before the model is wrapped. Nothing happens without FSDP2 and bfloat16.
+    """
+    if not accelerator.is_fsdp2 or accelerator.mixed_precision != "bf16":
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+
+
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside: a measurement draws nothing from the random state that training goes on with."""
+    """Puts the model into evaluation mode inside: a measurement draws nothing from the random state of training."""
     was_training = model.training
     model.eval()
     try:
@@ -459,58 +538,55 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
 
 def refuse_micro_batches(args: GRPOConfig) -> None:
     """Raises ValueError where a step has no two micro-batches of whole prompt groups to measure gradient noise on."""
-    rows, group_size = args.per_device_train_batch_size, args.num_generations
-    micro_batches = args.gradient_accumulation_steps * args.world_size
     if args.fp16:
         raise ValueError("measure_gradient_noise=True reads gradients, which fp16=True scales. Use bf16=True.")
-    if micro_batches < 2 or rows % group_size:
-        raise ValueError(
-            f"measure_gradient_noise=True compares micro-batches of whole prompt groups; a step has {micro_batches} of "
-            f"{rows} rollouts in groups of {group_size}. Set per_device_train_batch_size to a multiple of "
-            "num_generations and gradient_accumulation_steps to 2 or more."
-        )
+    forward, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    refuse_broken_groups(
+        Batches(forward * accumulation, forward, accumulation),
+        args.num_generations,
+        args.world_size,
+        fix="Set per_device_train_batch_size to a multiple of num_generations and gradient_accumulation_steps to 2 or "
+        "more.",
+    )
 
 
 def prompts_with_responses(output: dict) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask (B, L), the prompt's in front. Raises ValueError where they are not all there is."""
+    """Returns token ids and attention mask (B, L), the prompt's in front. Raises ValueError for prompts with images."""
     if "pixel_values" in output:
-        raise ValueError("Images beside a baseline that needs a pass of its own are not supported; use baseline=rloo.")
+        raise ValueError(
+            "The prompts have images (pixel_values), and an extra pass over token ids alone would not see them. Use a "
+            "baseline that needs no pass, such as baseline=rloo."
+        )
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
     return ids, torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
 
 
 def proxy(output: dict, log_probs: Tensor, log_sum_sq_probs: Tensor) -> Tensor:
-    """(B, C): w of every position, times rho^2 where `output` has TRL's correction for the sampler."""
+    """Returns w (B, C) of every position, times rho^2 where `output` has TRL's correction for the sampler."""
     w = logit_gradient_proxy(log_probs, log_sum_sq_probs)
     rho = output.get("importance_sampling_ratio")  # (B, C) or (B, 1)
     return w if rho is None else w * rho[:, : w.size(1)].square()
 
 
 def joined_rows(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """(rows, name -> tensor (len(rows), ...)) of chunks -> name -> tensor (B, ...) in the order of the batch.
+    """Puts the rows of chunks back into the order of the batch.
 
-    A second dimension that differs between chunks is padded with 0 to the widest.
+    parts: (rows (b,), name -> tensor (b, ...)) of each chunk; a second dimension that differs is padded with 0.
+    -> name -> tensor (B, ...).
     """
-    order, joined = torch.cat([rows for rows, _ in parts]), {}
-    for name, first in parts[0][1].items():
-        chunks = [kept[name] for _, kept in parts]
-        if first.dim() > 1:
-            widest = max(chunk.size(1) for chunk in chunks)
-            behind = [0, 0] * (first.dim() - 2)
-            chunks = [torch.nn.functional.pad(chunk, (*behind, 0, widest - chunk.size(1))) for chunk in chunks]
-        joined[name] = torch.cat(chunks)[order.argsort()]
-    return joined
+    place = torch.cat([rows for rows, _ in parts]).argsort()
+    return {name: joined([kept[name] for _, kept in parts], dim=1)[place] for name in parts[0][1]}
 
 
 def response_mask(output: dict) -> Tensor:
-    """(B, C) bool, True = own token that counts; `output` is what TRL hands from scoring to the loss."""
+    """Returns (B, C) bool, True = own token that counts. output: what TRL hands from scoring to the loss."""
     mask = output["completion_mask"].bool()
     return mask & output["tool_mask"].bool() if "tool_mask" in output else mask
 
 
 @contextmanager
 def isolated_random_state(seed: int | None = None) -> Iterator[None]:
-    """Whatever is drawn inside leaves the random states of torch, numpy and random as they were.
+    """Restores the random states of torch, numpy and random afterwards, whatever is drawn inside.
 
     seed: seeds them inside, so that the same call draws the same numbers; None continues from the current state.
     """

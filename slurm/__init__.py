@@ -1,1 +1,1 @@
-"""Sweeps on SLURM: submit.py sends them, job.py brings a run to its end, status.py tells of them. Imports no torch."""
+"""Sweeps on SLURM: submit.py sends them, job.py runs one run, status.py shows where they stand. Imports no torch."""

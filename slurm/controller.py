@@ -1,4 +1,4 @@
-"""What is asked of SLURM, by its own commands, without accounting: squeue, scontrol. Used by all of slurm/."""
+"""Asks SLURM by its own commands, squeue and scontrol, without accounting. All of slurm/ uses it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PATIENCE_SECONDS = 600.0  # for a controller that is being restarted
 
 
 def queued_runs(folder: Path) -> tuple[dict[str, Queued], set[str]] | None:
-    """Runs of this sweep, and of the sweeps beside it, that are in the queue, by directory; and all raw ids there.
+    """Returns the queued runs of this sweep and of those beside it, by directory, and the SLURM_JOB_ID of all jobs.
 
     None where SLURM cannot be asked. A job array bears the name FOLDER.SUBMISSION, and submissions/SUBMISSION.json was
     written before it was sent, so that this holds whatever became of the submitting process.
     """
     form = "%A|%F|%K|%T|%r|%j"
     try:
-        owner = folder.stat().st_uid  # others may look at a sweep too
+        owner = folder.stat().st_uid  # other users may ask about a sweep too
         listed = command("squeue", f"--user={owner}", "--noheader", "--array", f"--format={form}")
     except (OSError, subprocess.SubprocessError):
         return None
@@ -38,21 +38,21 @@ def queued_runs(folder: Path) -> tuple[dict[str, Queued], set[str]] | None:
             numbers[name] = json.loads(file.read_text(encoding="utf8"))["numbers"] if file.is_file() else None
         if numbers[name] is not None and index.isdigit():
             run = load_job(folder.parent / sweep, numbers[name][int(index)]).run
-            runs[run] = Queued(f"{array}_{index}", raw, state, reason)
+            runs[run] = Queued(f"{array}_{index}", state, reason)
     return runs, raw_ids
 
 
 def job_facts(job: str) -> dict[str, str]:
-    """JobState, EndTime, ... of a job; {} where SLURM does not know it."""
+    """Returns JobState, EndTime, ... of a job; {} where SLURM does not know it."""
     try:
-        shown = command("scontrol", "show", "job", "--oneliner", job)
+        line = command("scontrol", "show", "job", "--oneliner", job)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(re.findall(r"(\w+)=(\S*)", shown))
+    return dict(re.findall(r"(\w+)=(\S*)", line))
 
 
 def end_time(facts: dict[str, str]) -> float | None:
-    """When SLURM will end the job, in seconds since the epoch; None where there is no limit."""
+    """Returns when SLURM will end the job, in seconds since the epoch; None where there is no limit."""
     try:
         return datetime.fromisoformat(facts.get("EndTime", "")).timestamp()
     except ValueError:
@@ -73,6 +73,6 @@ def requeue(job: str) -> None:
 
 
 def command(*words: str) -> str:
-    """What a command prints. Raises OSError, subprocess.SubprocessError."""
+    """Returns what a command prints. Raises OSError, subprocess.SubprocessError."""
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=SECONDS_PER_COMMAND)
     return done.stdout

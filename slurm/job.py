@@ -1,4 +1,4 @@
-"""Brings one run of a sweep to its end, inside a SLURM job: python -m slurm.job FOLDER SUBMISSION. Imports no torch.
+"""Watches over one run of a sweep inside a SLURM job: python -m slurm.job FOLDER SUBMISSION. Imports no torch.
 
 It starts the run's processes by srun, and when they end it decides: the run is done, or it failed and the reason goes
 into its job file, or it is started again here (a process was killed), or the job is put back into the queue (a warning
@@ -17,17 +17,20 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.sweeps.jobs import INTERRUPTED, Job, load_job, may_restart, reason_in
+from experiments.run_lock import RESTARTS_VARIABLE
+from experiments.sweeps.jobs import Job, load_job, may_restart, reason_in
+from otb.errors import CRASHED, TRY_AGAIN
 from slurm.controller import end_time, job_facts, requeue
 
-SECONDS_PER_LOOK = 0.5
+SECONDS_BETWEEN_LOOKS = 0.5
+KILLED = -1  # in the place of an exit code: a signal ended a process
 LAST_SECONDS = 10.0  # before the time limit the job goes back into the queue, whatever the run is doing
 SLURM_ROUNDS = 60.0  # seconds by which a warning may come early
 WARNINGS = ("Terminated", "User defined signal 2")  # deaths of a process that was not listening yet
-LEFT = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)")
+TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)")
 EXITED = re.compile(r"Exited with exit code (\d+)")
 # What a process says that lost another one: not the cause.
-OF_ANOTHER = re.compile("closed by peer|reset by peer|DistBackendError|DistNetworkError|ncclRemoteError")
+LOST_ANOTHER = re.compile("closed by peer|reset by peer|DistBackendError|DistNetworkError|ncclRemoteError")
 
 
 class Supervisor:
@@ -44,7 +47,10 @@ class Supervisor:
         self.processes = self.options["nodes"] * self.options["tasks_per_node"]
 
     def run(self) -> int:
-        """-> the exit code of the job: 0 where the run is done, 75 where the job goes back into the queue."""
+        """Watches until the run is done, has failed, or must wait in the queue again. Returns the job's exit code.
+
+        0: the run is done; TRY_AGAIN: the job is back in the queue; else the code of the process that failed.
+        """
         for number in (signal.SIGTERM, signal.SIGUSR2):  # its processes get them too, and it waits for those
             signal.signal(number, lambda *_: None)
         self.job.job = self.id
@@ -56,49 +62,51 @@ class Supervisor:
             if code == 0:
                 return 0
             state = job_facts(self.id).get("JobState", "RUNNING")
-            if code == INTERRUPTED or state != "RUNNING":  # SLURM ended the processes, whatever they say
-                return self._leave(state)
-            if code < 0 and may_restart(self.job, self.options["max_restarts"]):
+            if code == TRY_AGAIN or state != "RUNNING":  # SLURM ended the processes, whatever they say
+                return self._requeue(state)
+            if code == KILLED and may_restart(self.job, self.options["max_restarts"]):
                 print(f"{reason}; started again ({self.job.kills} in a row)", flush=True)
                 continue
-            return self._fail(reason, max(code, 1))
+            return self._fail(reason, max(code, CRASHED))
 
     def _attempt(self) -> tuple[int, str]:
-        """Starts the processes and waits -> the exit code of the first that failed (-1: a signal), and why."""
+        """Starts the processes and waits. Returns the exit code of the first that failed, or KILLED, and why."""
         srun_log = self.folder / "logs" / f"{self.id}_srun.log"
         before = {file: file.stat().st_size for file in (self.folder / "logs").glob(f"{self.id}_*")}
         with open(srun_log, "ab") as errors:
             srun = subprocess.Popen(self._command(), env=self._environment(), stderr=errors, stdin=subprocess.DEVNULL)
             while srun.poll() is None:
                 if time.time() > self.ends - LAST_SECONDS:
-                    return INTERRUPTED, "its time is up"
-                time.sleep(SECONDS_PER_LOOK)
+                    return TRY_AGAIN, "its time is up"
+                time.sleep(SECONDS_BETWEEN_LOOKS)
         if srun.returncode == 0:
             return 0, ""
-        said = new_text(srun_log, before)
-        judged = self._judge(said, before)
-        print(said, end="", flush=True)  # into the log of the first process, which has been read now
-        return judged
+        printed = new_text(srun_log, before)
+        cause = self._cause(printed, before)
+        print(printed, end="", flush=True)  # into the log of the first process, which has been read now
+        return cause
 
-    def _judge(self, said: str, before: dict[Path, int]) -> tuple[int, str]:
-        """What srun said of the processes that left -> as _attempt. The first is the cause; srun ended the others."""
-        left = list(LEFT.finditer(said))
-        if not left:
-            return -1, f"srun could not run it: {said.strip()}"
-        how = left[0]["how"]
+    def _cause(self, printed: str, before: dict[Path, int]) -> tuple[int, str]:
+        """Returns what `_attempt` does, from what srun printed. The first process that ended is the cause; srun ended
+        the others, and a process that only lost another one is none.
+        """
+        ended = list(TASK_ENDED.finditer(printed))
+        if not ended:
+            return KILLED, f"srun could not run it: {printed.strip()}"
+        how = ended[0]["how"]
         if not EXITED.match(how):
-            return (INTERRUPTED if how.startswith(WARNINGS) else -1), self._where(left[0]) + how
-        found = []
-        for one in left:
-            if exited := EXITED.match(one["how"]):
-                for rank in ranks(one["ranks"]):
+            return (TRY_AGAIN if how.startswith(WARNINGS) else KILLED), self._where(ended[0]) + how
+        failures = []
+        for line in ended:
+            if exited := EXITED.match(line["how"]):
+                for rank in ranks(line["ranks"]):
                     log = self.folder / "logs" / f"{self.id}_{rank}_log.out"
-                    found.append((int(exited[1]), self._where(one, rank) + reason_in(new_text(log, before))))
-        return next((cause for cause in found if not OF_ANOTHER.search(cause[1])), found[0])
+                    failures.append((int(exited[1]), self._where(line, rank) + reason_in(new_text(log, before))))
+        return next((failure for failure in failures if not LOST_ANOTHER.search(failure[1])), failures[0])
 
-    def _where(self, left: re.Match, rank: int | None = None) -> str:
-        rank = ranks(left["ranks"])[0] if rank is None else rank
-        return f"rank {rank} on {left['host']}: " if self.processes > 1 else ""
+    def _where(self, ended: re.Match, rank: int | None = None) -> str:
+        rank = ranks(ended["ranks"])[0] if rank is None else rank
+        return f"rank {rank} on {ended['host']}: " if self.processes > 1 else ""
 
     def _command(self) -> list[str]:
         nodes, tasks = str(self.options["nodes"]), str(self.processes)
@@ -114,15 +122,15 @@ class Supervisor:
         first = "127.0.0.1" if self.options["nodes"] == 1 else socket.gethostname()
         port = 20_000 + int(os.environ["SLURM_JOB_ID"]) % 20_000  # jobs that share a node have different ids
         facts = {"MASTER_ADDR": first, "MASTER_PORT": str(port), "HYDRA_FULL_ERROR": "1"}  # the error is the last line
-        # Counts what happened here too: the run's lock and overwrite=true go by it.
-        facts["SLURM_RESTART_COUNT"] = str(self.job.starts - 1)
+        # Unlike SLURM_RESTART_COUNT it counts restarts within a job too. The run's lock and overwrite=true go by it.
+        facts[RESTARTS_VARIABLE] = str(self.job.starts - 1)
         return os.environ | facts
 
-    def _leave(self, state: str) -> int:
-        """Back into the queue, unless SLURM has taken the job already, to put it there itself or to cancel it."""
+    def _requeue(self, state: str) -> int:
+        """Puts the job back into the queue, unless SLURM has taken it, to put it there itself or to cancel it."""
         self.job.save(self.folder)
         if state != "RUNNING":
-            return INTERRUPTED
+            return TRY_AGAIN
         limit = self.options["max_num_timeout"]
         if time.time() > self.ends - self.options["signal_delay_s"] - SLURM_ROUNDS:
             self.job.timeouts += 1
@@ -134,9 +142,9 @@ class Supervisor:
         self.job.save(self.folder)
         print(f"back into the queue at {time.strftime('%F %T')}", flush=True)
         requeue(self.id)
-        return INTERRUPTED
+        return TRY_AGAIN
 
-    def _fail(self, reason: str, code: int = 1) -> int:
+    def _fail(self, reason: str, code: int = CRASHED) -> int:
         self.job.error = reason
         self.job.save(self.folder)
         print(f"failed: {reason}", flush=True)
@@ -144,13 +152,13 @@ class Supervisor:
 
 
 def ranks(text: str) -> list[int]:
-    """`0,2-3` -> [0, 2, 3]."""
+    """Returns the ranks that srun names: `0,2-3` -> [0, 2, 3]."""
     spans = [part.split("-") for part in text.split(",") if part]
     return [rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)]
 
 
 def new_text(file: Path, before: dict[Path, int]) -> str:
-    """What a log has got since its size was taken."""
+    """Returns what was added to a log since its size was taken."""
     if not file.exists():
         return ""
     with open(file, "rb") as opened:
@@ -159,6 +167,7 @@ def new_text(file: Path, before: dict[Path, int]) -> str:
 
 
 def main(folder: Path, token: str) -> int:
+    """Runs the job that SLURM's environment names and returns its exit code."""
     submission = json.loads((folder / "submissions" / f"{token}.json").read_text(encoding="utf8"))
     os.chdir(submission["directory"])
     return Supervisor(folder, token).run()

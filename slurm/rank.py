@@ -1,4 +1,4 @@
-"""One process of a run, inside srun: python -m slurm.rank SCRIPT ARGUMENTS. Tells the script which of them it is."""
+"""Starts one process of a run inside srun and tells it which of them it is: python -m slurm.rank SCRIPT ARGUMENTS."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Where the runs of a sweep stand: python -m slurm.status runs/SWEEP [--watch] [--failed] [--resubmit].
+"""Shows where the runs of a sweep stand: python -m slurm.status runs/SWEEP [--watch] [--failed] [--resubmit].
 
 Reads run directories first and SLURM second: it works without accounting, and for sweeps of hydra/launcher=local too.
-Exit code: 0 while nothing has failed, 1 where a run failed, is stale or missing, 2 for a folder that is no sweep's.
+Exit code: 0 while nothing has failed, CRASHED where a run failed, is stale or missing, REFUSED for a folder without a
+sweep (otb/errors.py).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from rich.text import Text
 
 from experiments.sweeps.jobs import Job, load_jobs
 from experiments.sweeps.state import RunState, counts, state_table
-from otb.errors import RunError
-from slurm.look import log_files, look
+from otb.errors import CRASHED, REFUSED, STOPPED_FROM_KEYBOARD, RunError
+from slurm.states import certain_states, log_files, states_of
 
 LOG_LINES = 20
 TO_RESUBMIT = ("failed", "missing", "stale")
@@ -32,46 +33,54 @@ def main() -> int:
     parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="refresh; 5 s by default")
     parser.add_argument("--failed", action="store_true", help="the ends of the logs of runs that failed")
     parser.add_argument("--resubmit", action="store_true", help="send what failed, is missing or stale, as it was sent")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if given.resubmit:
-            resubmit(given.folder.absolute())
-        if given.watch:
-            return watch(given.folder.absolute(), given.watch)
-        jobs = load_jobs(given.folder)
-        states, note = look(given.folder.absolute(), jobs)
+        if options.resubmit:
+            resubmit(options.folder.absolute())
+        if options.watch:
+            return watch(options.folder.absolute(), options.watch)
+        jobs = load_jobs(options.folder)
+        states, note = states_of(options.folder.absolute(), jobs)
         console().print(table(states, note))
-        if given.failed:
-            show_logs(given.folder, jobs, states)
+        if options.failed:
+            print_logs(options.folder, jobs, states)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     except KeyboardInterrupt:
-        return 130
-    return int(any(state.state in TO_RESUBMIT for state in states))
+        return STOPPED_FROM_KEYBOARD
+    return exit_code(states)
+
+
+def exit_code(states: list[RunState]) -> int:
+    """Returns 0 while nothing has failed, else CRASHED."""
+    return CRASHED if any(state.state in TO_RESUBMIT for state in states) else 0
 
 
 def table(states: list[RunState], note: str) -> Group:
+    """Returns the table of the runs with a line of counts, and the note, below it."""
     return Group(state_table(states), Text("  ".join(filter(None, [counts(states), note]))))
 
 
 def console() -> Console:
-    """As wide as the terminal; a file or pipe is wide enough for the names of runs."""
-    found = Console()
-    return found if found.is_terminal else Console(width=160)
+    """Returns a console as wide as the terminal; in a file or pipe wide enough for the names of runs."""
+    plain = Console()
+    return plain if plain.is_terminal else Console(width=160)
 
 
 def watch(folder: Path, seconds: float) -> int:
+    """Shows the table until nothing is queued or running any more. Returns the exit code."""
     with Live(console=console(), auto_refresh=False) as live:
         while True:
-            states, note = look(folder, load_jobs(folder))
+            states, note = states_of(folder, load_jobs(folder))
             live.update(table(states, note), refresh=True)
             if all(state.over for state in states):
-                return int(any(state.state in TO_RESUBMIT for state in states))
+                return exit_code(states)
             time.sleep(seconds)
 
 
-def show_logs(folder: Path, jobs: list[Job], states: list[RunState]) -> None:
+def print_logs(folder: Path, jobs: list[Job], states: list[RunState]) -> None:
+    """Prints the last lines of every log of the runs that failed, are stale or missing."""
     for job, state in zip(jobs, states, strict=True):
         if state.state not in TO_RESUBMIT:
             continue
@@ -83,20 +92,20 @@ def show_logs(folder: Path, jobs: list[Job], states: list[RunState]) -> None:
 
 
 def resubmit(folder: Path) -> None:
-    """What failed, with the code and the options that it was sent with. Raises RunError."""
-    from slurm.submit import answered, resend
+    """Sends what failed, with the code and the options that it was sent with. Raises RunError."""
+    from slurm.submit import resend
 
     load_jobs(folder)  # a folder that holds no sweep gets no lock
     with FileLock(folder / ".submitting.lock"):
         jobs = load_jobs(folder)
-        states = answered(*look(folder, jobs))
+        states = certain_states(folder, jobs)
         failed = [job for job, state in zip(jobs, states, strict=True) if state.state in TO_RESUBMIT and state.over]
-        wanted = [job for job in failed if job.submission]
+        to_send = [job for job in failed if job.submission]
         for job in failed:
             if not job.submission:
                 why = job.error or "its sweep ran on one machine"
                 print(f"{job.number}: never sent to SLURM: {why}. Give the sweep's own command again.", file=sys.stderr)
-        print(f"{len(wanted)} runs sent as job {', '.join(resend(folder, wanted))}" if wanted else "nothing to send")
+        print(f"{len(to_send)} runs sent as job {', '.join(resend(folder, to_send))}" if to_send else "nothing to send")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sends the runs of a sweep to SLURM as job arrays. Called by hydra/launcher=slurm. Imports no torch.
+"""Sends the runs of a sweep to SLURM as job arrays. hydra/launcher=slurm calls it. Imports no torch.
 
 submitit writes the sbatch file and sends it. What runs in the job is `python -m slurm.job`, not a pickled function: all
 that a job reads is on disk before sbatch is called, so that whatever becomes of this process changes nothing.
@@ -23,15 +23,13 @@ from experiments.sweeps.display import SweepDisplay
 from experiments.sweeps.jobs import Job, earlier_jobs, load_jobs, save_jobs
 from experiments.sweeps.plan import folder_of, plan
 from experiments.sweeps.snapshot import take_snapshot
-from experiments.sweeps.state import RunState
-from otb.errors import RunError
+from otb.errors import STOPPED_FROM_KEYBOARD, RunError
 from otb.records import timestamp, write_atomically
-from slurm.look import look
+from slurm.states import certain_states, states_of
 
-OURS = ("wait", "max_restarts", "max_num_timeout", "container", "srun_args", "submitit_folder")  # not sbatch's
+NOT_OF_SBATCH = ("wait", "max_restarts", "max_num_timeout", "container", "srun_args", "submitit_folder")
 LARGEST_ARRAY = 1000  # SLURM's own default of MaxArraySize is 1001
-SECONDS_PER_LOOK = 5.0
-STOPPED = 130  # exit code after Ctrl-C
+SECONDS_BETWEEN_LOOKS = 5.0
 
 
 def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], options: dict) -> None:
@@ -41,41 +39,32 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
     with FileLock(folder / ".submitting.lock"):  # the same command twice at a time sends the runs once
         known = adopt(folder, jobs)
         finished = set() if sweep.overwrite else {"done"}
-        states = answered(*look(folder, jobs))
-        wanted = [job for job, state in zip(jobs, states, strict=True) if state.over and state.state not in finished]
+        states = dict(zip((job.number for job in jobs), certain_states(folder, jobs), strict=True))
+        over = [job for job in jobs if states[job.number].over]
         refused = [job for job in jobs if job.error is not None]
-        sent = [job for job in wanted if job.error is None]
+        to_send = [job for job in over if job.error is None and states[job.number].state not in finished]
         for job in refused if not options["wait"] else ():  # else the table says so
             print(f"{job.number}: refused: {job.error}", file=sys.stderr)
         # The file of a run that is queued or running belongs to its job, even where today's code refuses the run.
-        ours = [job for job, state in zip(jobs, states, strict=True) if state.over and job.error]
-        save_jobs(folder, ours + [job for job in jobs if job.number not in known and job not in ours + sent])
+        refused_now = [job for job in over if job.error]
+        new = [job for job in jobs if job.number not in known and job not in refused_now + to_send]
+        save_jobs(folder, refused_now + new)
         ids = []
-        if sent:
+        if to_send:
             code = str(take_snapshot(folder / ".code"))
             facts = {"options": options, "code": code, "python": sys.executable, "directory": os.getcwd()}
-            ids = send(folder, sent, facts)
+            ids = send(folder, to_send, facts)
     print(
-        f"{len(sent)} of {len(jobs)} runs sent" + (f" as job {', '.join(ids)}" if ids else "")
-        + f", {len(refused)} refused, {len(jobs) - len(sent) - len(refused)} done, queued or running before. "
+        f"{len(to_send)} of {len(jobs)} runs sent" + (f" as job {', '.join(ids)}" if ids else "")
+        + f", {len(refused)} refused, {len(jobs) - len(to_send) - len(refused)} done, queued or running before. "
         f"Where they stand: python -m slurm.status {os.path.relpath(folder)}"
     )  # fmt: skip
     if options["wait"]:
         wait(folder)
 
 
-def answered(states: list[RunState], note: str) -> list[RunState]:
-    """What `look` found. Raises RunError where SLURM did not say what is queued: a run might be sent twice."""
-    if note:
-        raise RunError(
-            "SLURM does not answer (squeue), so that nobody knows which runs are queued; nothing was sent. Try again "
-            "when it does, or use hydra/launcher=local."
-        )
-    return states
-
-
 def adopt(folder: Path, jobs: list[Job]) -> set[int]:
-    """Takes over what the job files of an earlier submission say -> their numbers.
+    """Takes over what the job files of an earlier submission say. Returns the numbers of the jobs that have one.
 
     It may have been killed before it wrote all of them. Raises RunError where they are of another sweep.
     """
@@ -86,7 +75,7 @@ def adopt(folder: Path, jobs: list[Job]) -> set[int]:
 
 
 def resend(folder: Path, jobs: list[Job]) -> list[str]:
-    """Sends runs as they were sent before -> the ids of the job arrays."""
+    """Sends runs as they were sent before. Returns the ids of the job arrays."""
     ids = []
     for token in sorted({job.submission for job in jobs}):
         submission = json.loads((folder / "submissions" / f"{token}.json").read_text(encoding="utf8"))
@@ -95,7 +84,7 @@ def resend(folder: Path, jobs: list[Job]) -> list[str]:
 
 
 def send(folder: Path, jobs: list[Job], submission: dict) -> list[str]:
-    """submission: options, code, python, directory of the jobs -> the ids of the job arrays."""
+    """Sends runs as job arrays and returns their ids. submission: options, code, python, directory of the jobs."""
     ids = []
     (folder / "submissions").mkdir(exist_ok=True)
     for start in range(0, len(jobs), LARGEST_ARRAY):
@@ -115,25 +104,26 @@ def send(folder: Path, jobs: list[Job], submission: dict) -> list[str]:
 
 
 def sbatch(folder: Path, token: str, submission: dict) -> str:
-    """Sends one job array -> its id. Raises RunError where SLURM refuses it or there is none."""
+    """Sends one job array and returns its id. Raises RunError where SLURM refuses it or there is none."""
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     options, code = submission["options"], submission["code"]
     path = os.pathsep.join(filter(None, [code, os.getenv("PYTHONPATH")]))
     setup = [*(options["setup"] or []), f"export PYTHONPATH={shlex.quote(path)} PYTHONUNBUFFERED=1", "trap : TERM USR2"]
-    # Whoever kills the process that would bring its run back, the shell brings it back instead.
+    # Where the process that would put its run back into the queue is killed itself, the shell does it instead.
     # Not after SIGTERM (143), which comes when SLURM takes the job. SLURM_JOB_ID may be the id of the whole array.
     again = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
     killed = '[ $code -gt 128 ] && [ $code -ne 143 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]'
     teardown = ["code=$?", f"if {killed}; then {again}; fi", "exit $code"]
     extra = {"requeue": True, "chdir": submission["directory"]} | (options["additional_parameters"] or {})
-    parameters = {name: value for name, value in options.items() if name not in OURS and value is not None}
+    parameters = {name: value for name, value in options.items() if name not in NOT_OF_SBATCH and value is not None}
     parameters |= {"name": f"{folder.name}.{token}", "setup": setup, "teardown": teardown, "use_srun": False}
     parameters |= {"additional_parameters": extra}
     words = [submission["python"], "-P", "-m", "slurm.job", str(folder), token]
     try:
         executor = SlurmExecutor(folder / "logs")
+        # Private, as its next one: the public submit() sends a pickled function instead of our words.
         executor.update_parameters(**executor._convert_parameters(parameters))
         executor.parameters["map_count"] = len(submission["numbers"])
         executor.folder.mkdir(exist_ok=True)
@@ -146,18 +136,18 @@ def sbatch(folder: Path, token: str, submission: dict) -> str:
 
 
 def wait(folder: Path) -> None:
-    """Until nothing of the sweep is queued or running. Ctrl-C ends the waiting, not the jobs."""
+    """Waits until nothing of the sweep is queued or running. Ctrl-C ends the waiting, not the jobs."""
     try:
         with SweepDisplay() as display:
             while True:
-                states, _ = look(folder, load_jobs(folder))
+                states, _ = states_of(folder, load_jobs(folder))
                 display.show(states)
                 if all(state.over for state in states):
                     break
-                time.sleep(SECONDS_PER_LOOK)
+                time.sleep(SECONDS_BETWEEN_LOOKS)
     except KeyboardInterrupt:
         print("\nno longer waiting; the jobs stay in the queue (scancel ends them)", file=sys.stderr)
-        sys.exit(STOPPED)
+        sys.exit(STOPPED_FROM_KEYBOARD)
     for job, state in zip(load_jobs(folder), states, strict=True):
         if state.state != "done" and job.error is None:
             job.error = state.error or state.state

@@ -1,5 +1,6 @@
 """Every baseline on small literals, and the properties that all of them share."""
 
+import copy
 from dataclasses import replace
 from functools import partial
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from otb.advantages import advantages
-from otb.baselines import Baseline, declare, min_group_size_of, name_of, needs_of
+from otb.baselines import Baseline, carries_state, declare, is_unbiased, min_group_size_of, name_of, needs_of
 from otb.baselines.damped_probe import DampedProbe
 from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.group_mean import group_mean
@@ -23,29 +24,36 @@ from otb.baselines.rloo import rloo
 from otb.baselines.sequence_energy import sequence_energy
 from otb.baselines.sequence_energy_loo import sequence_energy_loo
 from otb.baselines.trajectory_cv import TrajectoryCV
-from otb.baselines.value import Value
 from otb.metrics import advantage_metrics, energy_metrics
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
+from tests.support.baselines import configured_baselines
 from tests.support.groups import learned, random_groups, seen_by, taken
 
 NAN = float("nan")
 PER_TOKEN = ("score_norms", "prefix_norms")
 otb_own, otb_carry = partial(otb, tail="own"), partial(otb, tail="carry")
 otb_exact_own, otb_loo_zero = partial(otb_exact, tail="own"), partial(otb_loo, tail="zero")
-LEAVE_ONE_OUT = [rloo, otb_loo, otb_loo_zero, otb_carry_loo, sequence_energy_loo]
-LEARNED = [
-    learned(EnergyProbe()),
-    learned(EnergyProbe(group_correction=True)),
-    learned(DampedProbe()),
-    learned(Value()),
-    learned(TrajectoryCV()),
-]
 # otb has no baseline in a lone tail; what is learned knows no single prompt
 CENTRED = [group_mean, grpo, rloo, opo, sequence_energy, otb_own, otb_carry, ob_exact, otb_exact_own]
 CENTRED += [otb_loo, otb_carry_loo, sequence_energy_loo, EnergyProbe(), DampedProbe(), TrajectoryCV()]
-ALL = [none, group_mean, grpo, *LEAVE_ONE_OUT, opo, sequence_energy, otb, otb_own, otb_carry, ob_exact, otb_exact]
-ALL += [otb_exact_own, EnergyProbe(), DampedProbe(), Value(), TrajectoryCV(), *LEARNED]
+
+
+def every_baseline() -> dict:
+    """All of conf/baseline, further values of their arguments, and those that learn once more after three steps."""
+    variants = {
+        "otb_own": otb_own,
+        "otb_exact_own": otb_exact_own,
+        "otb_loo_zero": otb_loo_zero,
+        "energy_probe_corrected": EnergyProbe(group_correction=True),
+    }
+    fresh = configured_baselines() | variants
+    learners = {name: copy.deepcopy(baseline) for name, baseline in fresh.items() if carries_state(baseline)}
+    return fresh | {f"{name}_learned": learned(baseline) for name, baseline in learners.items()}
+
+
+ALL = every_baseline()
+of_every_baseline = pytest.mark.parametrize("baseline", ALL.values(), ids=ALL)
 
 
 def label(baseline):
@@ -121,6 +129,26 @@ def test_otb_weighs_rewards_by_the_energy_so_far_and_its_tails_differ_past_the_s
     assert_baseline(otb_carry(rollouts), [[[0.25, 3 / 7, 4 / (4 + 4)]]])
 
 
+def test_otb_is_ten_lines_of_torch():
+    """The estimator written out for terminal rewards R (P, G), logits (P, G, T, V) and sampled tokens y (P, G, T)."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 6, 9, 7, generator=generator, dtype=torch.float64)
+    y = torch.randint(7, (5, 6, 9), generator=generator)
+    lengths = torch.randint(1, 10, (5, 6), generator=generator)
+    R, alive = torch.rand(5, 6, generator=generator, dtype=torch.float64), torch.arange(9) < lengths.unsqueeze(-1)
+
+    probs = logits.softmax(-1)
+    pi = probs.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    w = 1 - 2 * pi + probs.square().sum(-1)  # ||d log pi / d logits||^2
+    W = (w * alive).cumsum(-1) * alive  # realized energy
+    B = (W * R.unsqueeze(-1)).sum(1, keepdim=True) / W.sum(1, keepdim=True)
+    B = torch.where(alive.sum(1, keepdim=True) > 1, B, 0)  # the lone tail
+    A = torch.where(alive, R.unsqueeze(-1) - B, 0)
+
+    rollouts = RolloutGroups(R, lengths, logit_gradient_proxy(pi.log(), log_sum_squared_probs(logits)) * alive)
+    torch.testing.assert_close(advantages(rollouts, otb(rollouts, eps=0.0)), A, atol=1e-12, rtol=0)
+
+
 def test_otb_with_one_rollout_per_prompt_has_no_baseline():
     rollouts = groups([[1.0], [0.5]], norms=[[[1.0, 2.0]], [[1.0]]])
     for baseline in (otb, otb_own, otb_carry):
@@ -167,7 +195,7 @@ def test_importance_weights_enter_the_energy_before_the_sum():
 # ---- what all of them share
 
 
-@pytest.mark.parametrize("baseline", ALL, ids=label)
+@of_every_baseline
 def test_baseline_is_broadcastable_and_reordering_a_group_reorders_the_result(baseline):
     rollouts, order = random_groups(), torch.tensor([3, 0, 5, 1, 4, 2])
     expected = used(baseline, rollouts)[:, order]
@@ -190,7 +218,7 @@ def test_equal_rewards_leave_otb_an_advantage_in_the_lone_tail_only():
     assert result[equal.lone & equal.own].eq(1).all()
 
 
-@pytest.mark.parametrize("baseline", ALL, ids=label)
+@of_every_baseline
 def test_unscored_rollout_leaves_the_others_as_if_it_were_not_there_and_has_no_advantage(baseline):
     rollouts = random_groups()
     rewards = rollouts.rewards.clone()
@@ -201,7 +229,7 @@ def test_unscored_rollout_leaves_the_others_as_if_it_were_not_there_and_has_no_a
     torch.testing.assert_close(result[:, keep], used(baseline, taken(with_unscored, keep)))
 
 
-@pytest.mark.parametrize("baseline", ALL, ids=label)
+@of_every_baseline
 def test_rollout_without_own_tokens_and_an_unscored_group_give_finite_advantages(baseline):
     rollouts = random_groups()
     rewards, own_tokens = rollouts.rewards.clone(), torch.ones_like(rollouts.rewards)
@@ -213,7 +241,7 @@ def test_rollout_without_own_tokens_and_an_unscored_group_give_finite_advantages
     assert result[0].eq(0).all()
 
 
-@pytest.mark.parametrize("baseline", ALL, ids=label)
+@of_every_baseline
 def test_a_step_without_any_own_token_gives_advantages_and_metrics(baseline):
     """Every rollout of a step may be truncated and masked: T is 0 then."""
     some = taken(random_groups(prompts=1), torch.tensor([0, 1]))
@@ -257,7 +285,7 @@ def test_baseline_never_leaves_the_range_of_the_rewards_at_probabilities_near_on
     assert ((value >= lowest - 1e-6) & (value <= highest + 1e-6))[counted].all()
 
 
-@pytest.mark.parametrize("baseline", ALL, ids=label)
+@of_every_baseline
 def test_baseline_functions_do_not_change_their_input(baseline):
     rollouts = seen_by(baseline, random_groups())
 
@@ -268,8 +296,8 @@ def test_baseline_functions_do_not_change_their_input(baseline):
 
     before = [tensor.clone() for tensor in tensors()]
     advantages(rollouts, baseline(rollouts))
-    for tensor, copy in zip(tensors(), before, strict=True):
-        assert torch.equal(tensor, copy)
+    for tensor, unchanged in zip(tensors(), before, strict=True):
+        assert torch.equal(tensor, unchanged)
 
 
 # ---- advantages, score norms, own tokens, the contract
@@ -340,5 +368,6 @@ def test_rollout_groups_refuse_shapes_that_do_not_fit():
 def test_contract_reads_through_partials_and_plain_functions():
     assert needs_of(otb_carry) == {"score_norms"} and name_of(otb_carry) == "otb"
     assert needs_of(lambda rollouts: 0) == frozenset() and min_group_size_of(rloo) == 2
+    assert is_unbiased(otb_carry) is False and is_unbiased(otb_loo_zero) and is_unbiased(lambda rollouts: 0) is None
     with pytest.raises(ValueError, match="cannot be supplied"):
         declare(needs={"telepathy"})

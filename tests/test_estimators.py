@@ -1,9 +1,7 @@
 """Estimators beyond the paper: leave-one-out, probes, the value model; by identities and by dense computations."""
 
-import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -354,22 +352,6 @@ def test_value_learns_what_the_states_tell():
     step = random_groups(seed=50)
     first = value_of(value, step)[:, :, 0]
     assert torch.corrcoef(torch.stack([first.flatten(), step.reduced["hidden"][:, :, 0, 0].flatten()]))[0, 1] > 0.8
-
-
-# ---- docs/add_a_baseline.md
-
-
-def test_examples_of_the_documentation_do_what_they_say():
-    text, found = (Path(__file__).parent.parent / "docs" / "add_a_baseline.md").read_text(), {}
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(code, found)
-    step = random_groups()
-    assert found["group_median"](step).shape == (5, 1, 1)
-    mean, restored = found["RunningMean"](decay=0.5), found["RunningMean"]()
-    assert mean(step).eq(0).all()
-    mean.update(step)
-    restored.load_state_dict(mean.state_dict())
-    torch.testing.assert_close(restored(step), (step.rewards.mean() / 2).expand(5, 1, 1))
 
 
 # ---- what holds the states

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 
 import pandas as pd
 import pytest
@@ -19,6 +18,8 @@ from otb.errors import RunError
 from otb.records import RunDirectory
 from tests.support import commands
 from tests.support.commands import ROOT, rows, wait_for
+from tests.support.holds import Hold
+from tests.support.waiting import PATIENCE_SECONDS
 
 SMALL = {
     "task._target_": "tests.support.parity_task.Parity",
@@ -131,8 +132,11 @@ def test_other_seeds_temperatures_batches_and_limits_are_other_evaluations(unint
 # ---- kills and processes
 
 
-def has_lines(folder, count: int) -> bool:
-    return any(file.read_bytes().count(b"\n") >= count for file in folder.rglob("samples.jsonl"))
+def kill_in_its_second_batch(given: list[str], log, hold: Hold) -> None:
+    """hold: at "reward 2", where the first batch is kept and the second one is drawn."""
+    process = commands.start(given, log, script="evaluate", **hold.environment)
+    os.kill(hold.wait(process), signal.SIGKILL)
+    process.join()
 
 
 def test_an_evaluation_killed_at_any_moment_goes_on_bit_for_bit(uninterrupted, policy, tmp_path, log):
@@ -141,12 +145,9 @@ def test_an_evaluation_killed_at_any_moment_goes_on_bit_for_bit(uninterrupted, p
     lines = expected.samples_file.read_bytes().splitlines(keepends=True)
     given = arguments(tmp_path, policy)
     for kept, cut in ((7, b"".join(lines[7:10])), (14, b"".join(lines[14:16]) + lines[16][:20])):
-        process = commands.start(given, log, script="evaluate", OTB_TEST_STEP_SECONDS="0.5")
-        wait_for(partial(has_lines, tmp_path, kept))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        kill_in_its_second_batch(given, log, Hold(tmp_path / f"hold-{kept}", "reward 2"))
         (file,) = tmp_path.rglob("samples.jsonl")
-        assert b"".join(lines).startswith(file.read_bytes()) and not list(tmp_path.rglob("results.json"))
+        assert file.read_bytes() == b"".join(lines[:kept]) and not list(tmp_path.rglob("results.json"))
         file.write_bytes(b"".join(lines[:kept]) + cut)
     evaluated(log, tmp_path, policy)
     assert_same_samples(the_evaluation(tmp_path), expected)
@@ -156,8 +157,9 @@ def test_an_evaluation_killed_at_any_moment_goes_on_bit_for_bit(uninterrupted, p
 
 def test_a_second_command_is_refused_while_the_first_one_writes(policy, tmp_path, log):
     given = arguments(tmp_path, policy)
-    process = commands.start(given, log, script="evaluate", OTB_TEST_STEP_SECONDS="3")
-    wait_for(lambda: list(tmp_path.rglob("lock.json")))
+    hold = Hold(tmp_path / "hold", "reward 1")
+    process = commands.start(given, log, script="evaluate", **hold.environment)
+    hold.wait(process)
     code, printed = commands.run(given, log, script="evaluate")
     os.kill(process.pid, signal.SIGKILL)
     process.join()
@@ -312,10 +314,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_evaluated_to_the_end(run
     step = run.checkpoint_steps()[0]
     assert commands.run(of_run(tmp_path / "expected", run), log, script="evaluate")[0] == 0
     given = of_run(tmp_path / "found", run)
-    process = commands.start(given, log, script="evaluate", OTB_TEST_STEP_SECONDS="0.5")
-    wait_for(partial(has_lines, tmp_path / "found", 7))
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    kill_in_its_second_batch(given, log, Hold(tmp_path / "hold", "reward 2"))
     shutil.rmtree(run.checkpoint(step))
     code, printed = commands.run(given, log, script="evaluate")
     assert code == 0 and f"│ {step} " in printed
@@ -325,18 +324,25 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_evaluated_to_the_end(run
     assert not (tmp_path / "found" / ".held").exists()
 
 
+def evaluated_steps(folder) -> set[int]:
+    return {int(path.parent.name.removeprefix("step-")) for path in folder.rglob("results.json")}
+
+
 def test_watching_evaluates_what_appears_and_ends_with_the_run(policy, tmp_path, log):
     given = commands.arguments(tmp_path / "runs", model__name=policy, steps=4, rollouts__every=0)
-    training = commands.start(given, tmp_path / "training", OTB_TEST_STEP_SECONDS="1")
-    wait_for(lambda: list((tmp_path / "runs").glob("*/*/config.yaml")))
+    hold = Hold(tmp_path / "hold", "row 3")
+    training = commands.start(given, tmp_path / "training", **hold.environment)
+    hold.wait(training)
     run = RunDirectory(commands.the_run(tmp_path / "runs"))
     watching = commands.start(of_run(tmp_path / "found", run, k=1, watch=True), log, script="evaluate")
-    training.join(120)
+    wait_for(lambda: evaluated_steps(tmp_path / "found"), watching)
+    assert evaluated_steps(tmp_path / "found") == {2}
+    hold.release()
+    training.join(PATIENCE_SECONDS)
     assert training.exitcode == 0, (tmp_path / "training").read_text()
-    watching.join(120)
+    watching.join(PATIENCE_SECONDS)
     assert watching.exitcode == 0, log.read_text()[-2000:]
-    evaluated_steps = {int(path.parent.name.removeprefix("step-")) for path in tmp_path.rglob("results.json")}
-    assert evaluated_steps >= set(run.checkpoint_steps()) and max(evaluated_steps) == 4
+    assert evaluated_steps(tmp_path / "found") == {2, 4}
     assert not list((tmp_path / "found" / ".held").rglob("step-*"))
 
 
@@ -421,8 +427,10 @@ REFUSED = {
     ("temperature=0",): ("temperature=0", "positive number"),
     ("trainer.top_p=0",): ("trainer.top_p=0", "(0, 1]", "Try trainer.top_p=1.0"),
     ("trainer.beta=0.1",): ("trainer.beta", "no key of trainer", "Keys: "),
-    ("trainer.use_vllm=1",): ("trainer.use_vllm=1", "true or false"),
-    ("trainer.vllm_mode=server",): ("trainer.vllm_mode", "Add trainer.use_vllm=true"),
+    ("trainer.use_vllm=true",): ("trainer.use_vllm", "no key of trainer", "Keys: "),
+    ("parallel=fsdp2",): ("parallel=fsdp2", "nothing is trained here", "rollouts_by.tensor_parallel"),
+    ("rollouts_by.rows=8",): ("rollouts_by.rows=8", "Use rollouts_per_batch=8"),
+    ("rollouts_by=vlm",): ("rollouts_by=vlm", "not one of the choices", "Did you mean vllm?"),
     ("baseline=otb",): ("baseline", "no key of this project"),
     ("model.name=/nowhere",): ("model.name=/nowhere", "is not a folder"),
     ("task.eval_prompts=0",): ("task.eval_prompts=0", "outside 1..1024"),

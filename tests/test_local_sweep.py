@@ -1,6 +1,5 @@
 """hydra/launcher=local as a user types it: several runs at a time, killed and given again, from a copy of the code."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.sweeps.local import visible_gpus
-from otb.records import RunDirectory
-from tests.support.commands import ROOT, arguments, rows, run_command_line, wait_for
+from experiments.hardware import visible_gpus
+from tests.support.commands import ROOT, arguments, run_command_line, wait_for, without_times
+from tests.support.holds import Hold
 from tests.support.slurm_cluster import job_files
-from tests.test_resume import without_times
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 def sweep(runs_dir: Path, policy: Path, *more: str, **environment):
@@ -32,14 +31,15 @@ def killed(policy, tmp_path_factory) -> tuple[Path, str]:
         "seed=0,1",
         "sweep=s",
     ]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OTB_TEST_STEP_SECONDS": "0.7"}
+    hold = Hold(tmp_path_factory.mktemp("hold"), "row 3")
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | hold.environment
     command = [sys.executable, str(ROOT / "experiments" / "run.py"), *given]
     process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for(lambda: (runs_dir / "s" / "job-00001.json").exists() or process.poll() is not None)
-    run = RunDirectory(job_files(runs_dir / "s")[1]["run"])
-    wait_for(lambda: len(rows(run.metrics_file)) == 3 or process.poll() is not None)
-    os.kill(json.loads((run.path / "lock.json").read_text())["pid"], signal.SIGKILL)
-    printed, _ = process.communicate(timeout=120)
+    wait_for((runs_dir / "s" / "job-00001.json").exists, process)
+    run = hold.wait(process, Path(job_files(runs_dir / "s")[1]["run"]).name)
+    os.kill(run, signal.SIGKILL)
+    hold.release()  # the other run, and this one when it is there again
+    printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, printed
     return runs_dir, printed
 

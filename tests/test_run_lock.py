@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 from experiments import run_lock
-from experiments.run_lock import STALE_SECONDS, RunLock, machine, read_lock
+from experiments.run_lock import DEAD_AFTER_SECONDS, RunLock, machine, read_lock, restarts
 from otb.errors import RunError
+from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 
 def lock_of(folder, **facts):
@@ -53,10 +54,10 @@ def test_lock_of_a_recycled_process_id_is_taken_over(tmp_path):
 
 
 def test_lock_of_another_host_is_decided_by_its_heartbeat(tmp_path):
-    lock_of(tmp_path, pid=os.getpid(), heartbeat_age=STALE_SECONDS - 5)
+    lock_of(tmp_path, pid=os.getpid(), heartbeat_age=DEAD_AFTER_SECONDS / 10)
     with pytest.raises(RunError, match="on node7"), RunLock(tmp_path):
         pass
-    lock_of(tmp_path, heartbeat_age=STALE_SECONDS + 5)
+    lock_of(tmp_path, heartbeat_age=DEAD_AFTER_SECONDS * 10)
     with RunLock(tmp_path) as lock:
         assert lock.held()
 
@@ -79,6 +80,18 @@ def test_lock_of_a_requeued_jobs_earlier_start_is_taken_over_at_once(tmp_path, m
         pass
 
 
+def test_restarts_are_those_that_a_launcher_counted_or_else_slurm(monkeypatch):
+    monkeypatch.delenv("OTB_RESTARTS", raising=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert restarts() == 0
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert restarts() == 1
+    monkeypatch.setenv("OTB_RESTARTS", "0")  # the first start of a run in a job that had been requeued for others
+    assert restarts() == 0
+    monkeypatch.setenv("OTB_RESTARTS", "3")
+    assert restarts() == 3
+
+
 def test_damaged_lock_is_taken_over(tmp_path):
     (tmp_path / "lock.json").write_text("")
     with RunLock(tmp_path) as lock:
@@ -89,10 +102,8 @@ def test_heartbeat_goes_on_while_the_lock_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.02)
     with RunLock(tmp_path) as lock:
         os.utime(lock.file, (0, 0))
-        deadline = time.monotonic() + 5
-        while lock.file.stat().st_mtime == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert time.time() - lock.file.stat().st_mtime < 5
+        wait_for(lambda: lock.file.stat().st_mtime > 0)
+        assert lock.held()
 
 
 def test_lock_that_was_taken_over_is_left_to_its_new_holder(tmp_path):
@@ -107,12 +118,12 @@ def test_unwritable_folder_is_a_clear_error(tmp_path):
         pass
 
 
-def hold(folder, gate, results):
+def hold(folder, gate, results, everyone_tried):
     gate.wait()
     try:
         with RunLock(folder):
             results.put("held")
-            time.sleep(1.0)
+            everyone_tried.wait(PATIENCE_SECONDS)
     except RunError:
         results.put("refused")
 
@@ -122,12 +133,13 @@ def test_of_many_processes_that_find_a_dead_lock_one_takes_it(tmp_path):
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        lock_of(folder, heartbeat_age=2 * STALE_SECONDS)
-        gate, results = context.Barrier(8), context.Queue()
-        processes = [context.Process(target=hold, args=(folder, gate, results)) for _ in range(8)]
+        lock_of(folder, heartbeat_age=2 * DEAD_AFTER_SECONDS)
+        gate, results, everyone_tried = context.Barrier(8), context.Queue(), context.Event()
+        processes = [context.Process(target=hold, args=(folder, gate, results, everyone_tried)) for _ in range(8)]
         for process in processes:
             process.start()
-        assert sorted(results.get(timeout=20) for _ in processes) == ["held"] + ["refused"] * 7
+        assert sorted(results.get(timeout=PATIENCE_SECONDS) for _ in processes) == ["held"] + ["refused"] * 7
+        everyone_tried.set()
         for process in processes:
             process.join()
         assert list(folder.iterdir()) == []

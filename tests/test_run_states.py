@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from otb.records import METRICS, RunDirectory
 from tests.support import commands
-from tests.support.commands import arguments, rows, the_run, wait_for
-from tests.test_resume import assert_same_run, without_times
+from tests.support.commands import arguments, rows, the_run, without_times
+from tests.support.holds import Hold
+from tests.support.same_runs import assert_same_run
 
 REFUSED = 2
 
@@ -106,34 +107,36 @@ def test_another_configuration_is_refused_with_the_difference(policy, copied, lo
 
 
 def test_a_second_process_is_refused_at_once_and_the_first_is_not_disturbed(policy, tmp_path, log):
-    given = arguments(tmp_path, model__name=policy, steps=30, evaluation__every=0, checkpoint_every=0)
-    first = commands.start(given, log)
-    wait_for(lambda: list(tmp_path.glob("*/*/metrics.jsonl")))
-    run = the_run(tmp_path)
-    code, printed = commands.run(given, tmp_path / "second")
-    assert first.is_alive(), "the second process waited for the first"
+    given, hold = arguments(tmp_path / "runs", model__name=policy, steps=4), Hold(tmp_path / "hold", "row 1")
+    first = commands.start(given, log, **hold.environment)
+    hold.wait(first)
+    run = the_run(tmp_path / "runs")
+    code, printed = commands.run(given, tmp_path / "second")  # waiting for the first would take for ever
     assert code == REFUSED
     assert f"{run} is in use by process {first.pid}" in printed and "Wait for it" in printed
-    first.join()
+    hold.release()
+    commands.join(first)
     assert first.exitcode == 0
-    assert [row["step"] for row in rows(run / "metrics.jsonl")] == list(range(1, 31))
+    assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_a_process_whose_lock_was_taken_over_stops_before_its_next_row(policy, tmp_path, log):
-    process = commands.start(arguments(tmp_path, model__name=policy, steps=400), tmp_path / "log")
-    wait_for(lambda: list(tmp_path.glob("*/*/metrics.jsonl")))
-    run = the_run(tmp_path)
+    hold = Hold(tmp_path / "hold", "row 1")
+    process = commands.start(arguments(tmp_path / "runs", model__name=policy), tmp_path / "log", **hold.environment)
+    hold.wait(process)
+    run = the_run(tmp_path / "runs")
     lock = json.loads((run / "lock.json").read_text()) | {"token": "another's", "host": "elsewhere", "machine": "x"}
     (run / "aside").write_text(json.dumps(lock))
     os.replace(run / "aside", run / "lock.json")
-    process.join()
-    assert process.exitcode == REFUSED
+    hold.release()
+    commands.join(process)
+    assert process.exitcode == REFUSED and len(rows(run / "metrics.jsonl")) == 1
     assert "was taken over by another process; this one stops here" in (tmp_path / "log").read_text()
     assert json.loads((run / "lock.json").read_text())["token"] == "another's"
 
 
 def test_trackers_are_told_the_run_they_belong_to_and_no_others_are(monkeypatch, tmp_path):
-    from experiments.train import name_trackers, run_name
+    from experiments.trackers import prepare, run_name
 
     names = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR", "TENSORBOARD_LOGGING_DIR")
     for name in names:
@@ -142,12 +145,12 @@ def test_trackers_are_told_the_run_they_belong_to_and_no_others_are(monkeypatch,
         monkeypatch.delenv(name)
     directory = RunDirectory(tmp_path / "arithmetic-tiny" / "otb-n4-seed0")
     directory.path.mkdir(parents=True)
-    name_trackers([], directory)
+    prepare([], directory)
     assert not set(names) & os.environ.keys() and not list(directory.path.iterdir())
-    name_trackers(["wandb"], directory)
+    prepare(["wandb"], directory)
     assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]) == (directory.run_id(), "allow")
     assert os.environ["WANDB_DIR"] == str(directory.path) and "TENSORBOARD_LOGGING_DIR" not in os.environ
-    name_trackers(["tensorboard"], directory)
+    prepare(["tensorboard"], directory)
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(directory.path / "tensorboard")
     assert run_name(["wandb"], directory) == "arithmetic-tiny/otb-n4-seed0"
     assert run_name(["trackio"], directory) == f"arithmetic-tiny/otb-n4-seed0-{directory.run_id()}"
@@ -205,12 +208,14 @@ def test_an_unwritable_runs_dir_is_a_clear_error(policy, tmp_path, log):
 
 
 def test_a_checkpoint_folder_that_turns_read_only_is_a_clear_error_and_the_run_can_go_on(policy, four_steps, tmp_path):
-    given, log = arguments(tmp_path, model__name=policy, steps=4), tmp_path / "log"
-    process = commands.start(given, log)
-    wait_for(lambda: list(tmp_path.glob("*/*/environment.json")))
-    (checkpoints,) = tmp_path.glob("*/*/checkpoints")
+    given, log = arguments(tmp_path / "runs", model__name=policy, steps=4), tmp_path / "log"
+    hold = Hold(tmp_path / "hold", "row 1")
+    process = commands.start(given, log, **hold.environment)
+    hold.wait(process)
+    checkpoints = the_run(tmp_path / "runs") / "checkpoints"
     checkpoints.chmod(0o555)
-    process.join()
+    hold.release()
+    commands.join(process)
     assert process.exitcode == REFUSED
     assert f"{checkpoints} cannot be written: " in log.read_text() and "Traceback" not in log.read_text()
     assert RunDirectory(checkpoints.parent).status()["state"] == "failed"

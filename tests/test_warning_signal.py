@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
-from experiments.warning_signal import EXIT_CODE
+from otb.errors import TRY_AGAIN
 from otb.records import RunDirectory
 from tests.support import commands
-from tests.support.commands import arguments, rows, the_run, wait_for
-from tests.test_resume import without_times
+from tests.support.commands import arguments, the_run, without_times
+from tests.support.holds import Hold
 
 
 @pytest.mark.parametrize(
@@ -19,14 +19,14 @@ from tests.test_resume import without_times
 )
 def test_a_warned_run_stops_at_a_checkpoint_and_goes_on_without_loss(policy, tmp_path, number, changed):
     log, given = tmp_path / "log", dict(model__name=policy, checkpoint_every=0, evaluation__every=0, **changed)
-    slurm = {"SLURM_JOB_ID": "7", "OTB_TEST_STEP_SECONDS": "0.3"}
-    process = commands.start(arguments(tmp_path / "warned", **given), log, **slurm)
-    wait_for(lambda: any(rows(file) for file in tmp_path.glob("warned/*/*/metrics.jsonl")))
+    hold = Hold(tmp_path / "hold", "row 1")
+    process = commands.start(arguments(tmp_path / "warned", **given), log, SLURM_JOB_ID="7", **hold.environment)
+    hold.wait(process)
     os.kill(process.pid, number)
-    process.join(60)
+    commands.join(process)
     run = RunDirectory(the_run(tmp_path / "warned"))
     (reached,) = run.checkpoint_steps()
-    assert process.exitcode == EXIT_CODE and f"checkpoint written at step {reached}; the same" in log.read_text()
+    assert process.exitcode == TRY_AGAIN and f"checkpoint written at step {reached}; the same" in log.read_text()
     assert 0 < reached < 6 and reached % changed.get("trainer__num_iterations", 1) == 0
     assert (run.status()["state"], run.status()["step"]) == ("interrupted", reached)
     assert not (run.path / "lock.json").exists()
@@ -42,8 +42,9 @@ def test_a_warned_run_stops_at_a_checkpoint_and_goes_on_without_loss(policy, tmp
 
 
 def test_outside_of_slurm_sigterm_ends_a_run_at_once(policy, tmp_path):
-    process = commands.start(arguments(tmp_path, model__name=policy), tmp_path / "log", OTB_TEST_STEP_SECONDS="0.3")
-    wait_for(lambda: any(rows(file) for file in tmp_path.glob("*/*/metrics.jsonl")))
+    hold = Hold(tmp_path / "hold", "row 1")
+    process = commands.start(arguments(tmp_path / "runs", model__name=policy), tmp_path / "log", **hold.environment)
+    hold.wait(process)
     process.terminate()
-    process.join(10)
+    commands.join(process)
     assert process.exitcode == -signal.SIGTERM

@@ -5,21 +5,22 @@ Every refusal is a RunError with the value, the rule and the fix, before the fir
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from experiments import settings
+from experiments import checks
+from experiments.build import build
+from experiments.command_line import CONF, near_miss
 from experiments.evaluation.plan import Plan, uses_tools
+from experiments.hardware import check_processes, check_this_machine
 from otb.errors import RunError
 from otb.records import RunDirectory
 
 SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs")
 OF_A_RUN = ("task", "model", "temperature", "trainer", "steps")  # keys in the config.yaml of every run
-VLLM_MODES = ("colocate", "server")
 
 
 def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
@@ -28,8 +29,8 @@ def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
     overrides: of the command line. task: the choice of conf/task in `cfg`.
     """
     given = {override.lstrip("+").split("=", 1)[0] for override in overrides}
-    settings.check_whole_numbers(cfg, {"k": 1, "seed": 0, "rollouts_per_batch": 1})
-    for key in ("watch", "trainer.use_vllm", "trainer.use_cpu"):
+    checks.check_whole_numbers(cfg, {"k": 1, "seed": 0, "rollouts_per_batch": 1})
+    for key in ("watch", "trainer.use_cpu"):
         if not isinstance(value := OmegaConf.select(cfg, key), bool):
             raise RunError(f"{key}={value} must be true or false. Try {key}=false.")
     check_policies(cfg, given)
@@ -43,13 +44,13 @@ def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
         configurations = {task: cfg}
     else:
         cfg = with_values(cfg, {"task": recorded.task}, given)
-        configurations = {str(settings.build(cfg, "task").name): cfg}
+        configurations = {str(build(cfg, "task").name): cfg}
     if recorded is not None:
         decided = of_run(recorded)
         configurations = {name: with_values(one, decided, given) for name, one in configurations.items()}
     for one in configurations.values():
         check_task(one)
-    check_sampling(configurations, given)
+    check_sampling(configurations)
     wanted = Plan(cfg, configurations, run, recorded)
     if run is not None and not cfg.watch and not wanted.checkpoints():
         raise RunError(f"run={cfg.run} has no complete checkpoint yet. Use watch=true to wait for its checkpoints.")
@@ -96,10 +97,10 @@ def task_names(cfg: DictConfig, given: set[str]) -> list[str] | None:
         raise RunError(f"tasks={list(cfg.tasks)} and task= are both set; one of them names the tasks. Leave one out.")
     names = OmegaConf.to_container(cfg)["tasks"]
     names = names if isinstance(names, list) else [names]
-    known = sorted(path.stem for path in (settings.CONF / "task").glob("*.yaml"))
+    known = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
     for name in names:
         if name not in known:
-            raise RunError(f"tasks: {name} is no task.{settings.near_miss(name, known)} Known: {', '.join(known)}.")
+            raise RunError(f"tasks: {name} is no task.{near_miss(name, known)} Known: {', '.join(known)}.")
     if not names:
         raise RunError("tasks=[] names no task. Try tasks=[math500].")
     return list(dict.fromkeys(names))
@@ -128,8 +129,8 @@ def check_policies(cfg: DictConfig, given: set[str]) -> None:
 
 def check_task(cfg: DictConfig) -> None:
     """Raises RunError for a task, model or sandbox that cannot be, or a task without evaluation rows."""
-    settings.check_policy_and_task(cfg)
-    task = settings.build(cfg, "task")
+    checks.check_policy_and_task(cfg)
+    task = build(cfg, "task")
     if getattr(task, "evaluation", None) is None and getattr(task, "eval_split", task) is None:
         raise RunError(
             f"task {task.name} has neither eval_split nor evaluation, so there is nothing to evaluate on. Try "
@@ -137,29 +138,22 @@ def check_task(cfg: DictConfig) -> None:
         )
 
 
-def check_sampling(configurations: dict[str, DictConfig], given: set[str]) -> None:
-    """Raises RunError for sampling options that cannot be, or that would have no effect."""
-    cfg = next(iter(configurations.values()))
-    options, processes = cfg.trainer, int(os.environ.get("WORLD_SIZE", 1))
-    if not isinstance(options.top_p, int | float) or not 0 < options.top_p <= 1:
-        raise RunError(f"trainer.top_p={options.top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
-    unused = sorted(key for key in given if key.startswith("trainer.vllm_"))
-    if not options.use_vllm:
-        if unused:
-            raise RunError(f"{unused[0]} is set, and vLLM does not sample. Add trainer.use_vllm=true, or leave it out.")
-        return
-    if importlib.util.find_spec("vllm") is None:
-        raise RunError("trainer.use_vllm=true needs the package vllm. Run: pip install -e '.[vllm]'")
-    if options.vllm_mode not in VLLM_MODES:
-        close = settings.near_miss(options.vllm_mode, VLLM_MODES)
-        raise RunError(f"trainer.vllm_mode={options.vllm_mode} is not one of {', '.join(VLLM_MODES)}.{close}")
-    parts = options.vllm_tensor_parallel_size
-    if type(parts) is not int or parts < 1 or processes % parts:
+def check_sampling(configurations: dict[str, DictConfig]) -> None:
+    """Raises RunError for sampling options that cannot be, and for processes that cannot share the work."""
+    cfg, processes = next(iter(configurations.values())), int(os.environ.get("WORLD_SIZE", 1))
+    if not isinstance(cfg.trainer.top_p, int | float) or not 0 < cfg.trainer.top_p <= 1:
+        raise RunError(f"trainer.top_p={cfg.trainer.top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
+    if cfg.parallel.name != "ddp":
         raise RunError(
-            f"trainer.vllm_tensor_parallel_size={parts} must divide the {processes} processes. Start as many by "
-            f"torchrun --nproc-per-node, or try trainer.vllm_tensor_parallel_size=1."
+            f"parallel={cfg.parallel.name} divides what is trained, and nothing is trained here. Leave it out; "
+            "rollouts_by.tensor_parallel=2 lets two GPUs share a policy that is too large for one."
         )
-    if len({uses_tools(one) for one in configurations.values()}) > 1:
+    if cfg.rollouts_by.get("rows") is not None:
+        rows = cfg.rollouts_by.rows
+        raise RunError(f"rollouts_by.rows={rows} cuts the batches of a training step. Use rollouts_per_batch={rows}.")
+    check_this_machine(cfg)
+    check_processes(cfg, processes)
+    if cfg.rollouts_by.name != "hf" and len({uses_tools(one) for one in configurations.values()}) > 1:
         raise RunError(
             f"tasks={list(configurations)} are with and without Python, and each kind needs a vLLM of its own. Give "
             "them in two commands."

@@ -18,10 +18,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from omegaconf import OmegaConf
 
-from experiments import settings
+from experiments.build import build
 from experiments.environment import describe
 from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
-from experiments.evaluation.inputs import Inputs, data_facts, longest, task_inputs
+from experiments.evaluation.inputs import Inputs, data_facts, task_inputs
 from experiments.evaluation.plan import Checkpoint, Plan
 from experiments.evaluation.sampling import SamplingTrainer, sample_rows, trainer_options, ungraded
 from experiments.evaluation.weights import Policies
@@ -81,16 +81,14 @@ class Evaluator:
 
     def __init__(self, plan: Plan, sandbox: Sandbox | None, progress: EvaluationProgress):
         self.plan, self.progress = plan, progress
-        self.arguments = arguments = OTBConfig(**trainer_options(plan))  # starts the process group, too
-        self.is_main = arguments.process_index == 0
         model = next(iter(plan.configurations.values())).model
-        self.tokenizer, model_config = describe_policy(model.name, model.revision)
+        self.tokenizer, model_config = describe_policy(model.name, model.revision, model.get("chat_template"))
         self.inputs = {
             name: task_inputs(cfg, sandbox, self.tokenizer, model_config) for name, cfg in plan.configurations.items()
         }
-        if arguments.use_vllm and arguments.vllm_max_model_length is None:  # it would make room for the whole context
-            options = arguments.chat_template_kwargs or {}
-            arguments.vllm_max_model_length = max(longest(i, self.tokenizer, options) for i in self.inputs.values())
+        options = trainer_options(list(self.inputs.values()), self.tokenizer.eos_token_id)
+        self.arguments = OTBConfig(**options)  # starts the process group, too
+        self.is_main = self.arguments.process_index == 0
         self.policies = Policies(progress.warm_start)
         self._trainers: dict[bool, SamplingTrainer] = {}  # with tools or without
 
@@ -146,7 +144,7 @@ class Evaluator:
     def _trainer(self, inputs: Inputs, weights: Path | None) -> SamplingTrainer:
         """Returns what samples, with these weights in its model and the limits of the task."""
         recorded = self.plan.recorded
-        task = inputs.task if recorded is None else settings.build(recorded, "task")
+        task = inputs.task if recorded is None else build(recorded, "task")
         if self.policies.load(inputs.cfg, task, weights):
             for trainer in self._trainers.values():
                 trainer.weights_changed()
@@ -163,7 +161,8 @@ class Evaluator:
                     baseline=none,
                 )
             except (ImportError, ValueError, ConnectionError) as error:
-                raise RunError(f"trainer: {error}") from error
+                reason = (str(error).strip().splitlines() or [""])[0]
+                raise RunError(f"the trainer cannot be built: {type(error).__name__}: {reason}") from error
             self.policies.model.eval()
         self._trainers[with_tools].use_limits_of(inputs.task)
         return self._trainers[with_tools]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from experiments import settings
+from experiments.build import build
 from experiments.train import rows_sha256
 from otb.errors import RunError
 from otb.policies.models import check_prompt_lengths
@@ -18,12 +18,16 @@ from otb.tool_calls import check_tool_template
 
 
 class Inputs(NamedTuple):
-    """A task with its evaluation rows. environment: makes that of one rollout, None for a single-turn task."""
+    """A task with its evaluation rows.
+
+    environment: makes that of one rollout, None for a single-turn task. longest_prompt: in tokens, at the most.
+    """
 
     cfg: DictConfig
     task: Task
     rows: list[dict]
     environment: Callable | None
+    longest_prompt: int = 0
 
     @property
     def tools(self) -> list[Callable] | None:
@@ -33,7 +37,7 @@ class Inputs(NamedTuple):
 
 def task_inputs(cfg: DictConfig, sandbox: Sandbox | None, tokenizer, model_config) -> Inputs:
     """Returns the inputs of the task in `cfg`; raises RunError where rows, tokenizer and limits do not fit."""
-    task = settings.build(cfg, "task")
+    task = build(cfg, "task")
     try:
         dataset = task.eval_dataset()
     except (ValueError, FileNotFoundError) as error:
@@ -42,16 +46,8 @@ def task_inputs(cfg: DictConfig, sandbox: Sandbox | None, tokenizer, model_confi
     if inputs.tools:
         check_tool_template(tokenizer, cfg.model.name)
     limits = (cfg.max_prompt_length, task.max_completion_length)
-    check_prompt_lengths(dataset["prompt"], tokenizer, model_config, *limits, inputs.tools)
-    return inputs
-
-
-def longest(inputs: Inputs, tokenizer, template_options: dict) -> int:
-    """Returns the tokens of the longest prompt and the longest response together."""
-    prompts = [row["prompt"] for row in inputs.rows]
-    options = {"tools": inputs.tools, "add_generation_prompt": True, **template_options}
-    ids = tokenizer.apply_chat_template(prompts, return_dict=True, **options)["input_ids"]
-    return max(map(len, ids)) + inputs.task.max_completion_length
+    longest = check_prompt_lengths(dataset["prompt"], tokenizer, model_config, *limits, inputs.tools)
+    return inputs._replace(longest_prompt=longest)
 
 
 def data_facts(inputs: Inputs) -> dict:

@@ -13,13 +13,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import settings
+from experiments.build import build
 from experiments.evaluation.folder import EvaluationFolder, samples_together
 from experiments.variance import weights_digest
 from otb.records import RunDirectory
 
-# Keys of `trainer` on which no sample depends.
-WHERE_AND_HOW = ("use_cpu", "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_server_base_url")
+OF_A_SAMPLE = ("name", "tensor_parallel")  # keys of `rollouts_by` on which a sample depends
 OF_TRAINING = ("learning_rate", "rollouts_per_forward", "lora")  # keys of `model` on which none depends
 RUN_IS_OVER = ("finished", "failed")
 
@@ -95,7 +94,8 @@ class Plan:
         config = OmegaConf.to_container(cfg, resolve=True)
         kept = {key: config[key] for key in ("task", "temperature", "seed", "rollouts_per_batch")}
         kept["samples_together"] = samples_together(cfg.k)
-        kept["trainer"] = sampling_options(config["trainer"])
+        kept["trainer"] = {key: value for key, value in config["trainer"].items() if key != "use_cpu"}
+        kept["rollouts_by"] = {key: value for key, value in config["rollouts_by"].items() if key in OF_A_SAMPLE}
         kept["model"] = {key: value for key, value in config["model"].items() if key not in OF_TRAINING}
         if uses_tools(cfg):
             kept["sandbox"] = {
@@ -128,15 +128,9 @@ class Plan:
         return next((cfg for cfg in configurations if uses_tools(cfg)), configurations[0])
 
 
-def sampling_options(trainer: dict) -> dict:
-    """Returns the keys of `trainer` that a sample depends on."""
-    unused = () if trainer["use_vllm"] else tuple(key for key in trainer if key.startswith("vllm_"))
-    return {key: value for key, value in trainer.items() if key not in (*WHERE_AND_HOW, *unused)}
-
-
 def uses_tools(cfg: DictConfig) -> bool:
     """Tells whether the task of a configuration needs a sandbox."""
-    return settings.build(cfg, "task").environment is not None
+    return build(cfg, "task").environment is not None
 
 
 def digest(facts) -> str:

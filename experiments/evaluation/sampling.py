@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from omegaconf import OmegaConf
 
-from experiments import settings
-from experiments.evaluation.plan import Plan
+from experiments.evaluation.inputs import Inputs
+from experiments.hardware import grpo_options
 from otb.tasks.grading import Outcome, normalised, number
 from otb.tool_rollouts import ToolTrainer
 from otb.trainer import isolated_random_state
@@ -73,15 +73,17 @@ def ungraded(completions: list, **columns) -> list[float]:
     return [0.0] * len(completions)
 
 
-def trainer_options(plan: Plan) -> dict:
-    """Returns the fields of OTBConfig for a trainer that only samples, of all tasks of the plan."""
-    cfg = next(iter(plan.configurations.values()))
-    tasks = [settings.build(one, "task") for one in plan.configurations.values()]
+def trainer_options(inputs: list[Inputs], eos_token_id: int) -> dict:
+    """Returns the fields of OTBConfig for a trainer that only samples, of all these tasks."""
+    # vLLM's context is that of the task with the longest prompt and response
+    largest = max(inputs, key=lambda one: one.longest_prompt + one.task.max_completion_length)
+    cfg, tasks = largest.cfg, [one.task for one in inputs]
     turns = [task.max_turns for task in tasks if task.environment is not None]
-    given = OmegaConf.to_container(cfg.trainer, resolve=True)
-    return given | {
-        "output_dir": str(plan.cfg.evaluations_dir),
-        "use_cpu": given["use_cpu"] or not torch.cuda.is_available(),
+    options = OmegaConf.to_container(cfg.trainer, resolve=True)
+    options |= grpo_options(cfg, largest.longest_prompt, [eos_token_id])
+    return options | {
+        "output_dir": str(cfg.evaluations_dir),
+        "use_cpu": options["use_cpu"] or not torch.cuda.is_available(),
         "bf16": False,  # the weights themselves have model.dtype
         "fp16": False,
         "gradient_checkpointing": False,
@@ -92,6 +94,7 @@ def trainer_options(plan: Plan) -> dict:
         "temperature": cfg.temperature,
         "seed": cfg.seed,
         "vllm_importance_sampling_correction": False,  # its forward serves the training loss alone
+        "vllm_enable_sleep_mode": False,  # nothing else needs the memory
         "report_to": "none",
         "disable_tqdm": True,
         "log_level": "error",

@@ -1,4 +1,4 @@
-"""What a sweep shows while somebody waits for it: one table in a terminal, a line per event in a log."""
+"""What a sweep shows while its command waits for it: one table in a terminal, a line per event in a log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.sweeps.state import RunState, counts, state_table
 
 
 class SweepDisplay:
-    """`with SweepDisplay() as display: display.show(states)`, as often as one likes."""
+    """Shows where the runs stand: `with SweepDisplay() as display: display.show(states)`, again and again."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -32,6 +32,7 @@ class SweepDisplay:
             self.live.stop()
 
     def show(self, states: list[RunState]) -> None:
+        """Draws the table anew, or prints a line for each run whose state or progress has changed."""
         if self.live:
             self.live.update(Group(state_table(states), Text(counts(states))), refresh=True)
             return

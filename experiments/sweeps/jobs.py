@@ -1,4 +1,4 @@
-"""The folder of a sweep: how it is called, and what is known of each of its jobs, wherever they run. Imports no torch.
+"""The folder of a sweep: what it is called, and what is known of each of its jobs, wherever they run. Imports no torch.
 
 runs/sweep-1a2b3c4d/
   job-00003.json   one run: its directory, its overrides, its SLURM job, how often it was started, why it failed
@@ -18,16 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.warning_signal import EXIT_CODE
 from otb.errors import RunError
 from otb.records import WHERE_AND_HOW, RunDirectory, is_one_of, write_atomically
-
-INTERRUPTED = EXIT_CODE  # of experiments/run.py: start it again
 
 
 @dataclass
 class Job:
-    """One run of a sweep. Written by who plans it, then by who runs it, never by both at a time."""
+    """One run of a sweep. Its file is written by the process that plans it, then by the one that runs it."""
 
     number: int
     run: str  # its directory, absolute
@@ -42,22 +39,24 @@ class Job:
     kills_at: int = -1  # step of the last checkpoint when it was killed last
 
     def save(self, folder: Path) -> None:
+        """Writes the job's file into the folder of its sweep."""
         write_atomically(folder / f"job-{self.number:05d}.json", json.dumps(dataclasses.asdict(self)) + "\n")
 
 
 def save_jobs(folder: Path, jobs: list[Job]) -> None:
-    """Side by side, because each waits for the disk."""
+    """Writes the jobs' files side by side, because each waits for the disk."""
     with ThreadPoolExecutor(16) as pool:
         for _ in pool.map(lambda job: job.save(folder), jobs):
             pass
 
 
 def load_job(folder: Path, number: int) -> Job:
+    """Reads one job's file."""
     return Job(**json.loads((folder / f"job-{number:05d}.json").read_text(encoding="utf8")))
 
 
 def load_jobs(folder: Path) -> list[Job]:
-    """In the sweep's order. Raises RunError where the folder holds no sweep."""
+    """Reads the jobs of a sweep, in its order. Raises RunError where the folder holds no sweep."""
     numbers = sorted(int(file.stem.removeprefix("job-")) for file in Path(folder).glob("job-*.json"))
     if not numbers:
         raise RunError(f"{folder} is no folder of a sweep: it holds no job-*.json. A sweep prints its folder's name.")
@@ -65,7 +64,7 @@ def load_jobs(folder: Path) -> list[Job]:
 
 
 def earlier_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
-    """Those that the folder holds already. Raises RunError where they are of another sweep than `jobs`."""
+    """Returns the jobs that the folder holds already. Raises RunError where they are of another sweep than `jobs`."""
     earlier = load_jobs(folder) if any(folder.glob("job-*.json")) else []
     for before in earlier:
         if before.number >= len(jobs) or jobs[before.number].run != before.run:
@@ -77,7 +76,7 @@ def earlier_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
 
 
 class JobFile:
-    """`with JobFile(...)`: the job file of a run in this very process, for launchers that know no job files."""
+    """Keeps the job file of a run in this very process, `with JobFile(...):`, for launchers that know no job files."""
 
     def __init__(self, folder: Path, number: int, run: Path):
         self.folder, self.job = folder, Job(number, str(run))
@@ -95,17 +94,17 @@ class JobFile:
 
 
 def sweep_arguments(arguments: list[str]) -> list[str]:
-    """The command line of a sweep as Hydra takes it: `sweep=NAME`, `wait=BOOL`, and a folder that does not change.
+    """Returns the command line of a sweep as Hydra takes it, with `sweep=NAME`, `wait=BOOL` and a folder.
 
-    Without a name it follows from the command, so that the same command finds its jobs again. Keys that
-    say only where and how runs are made name no other sweep, nor does anything about the launcher. Raises RunError.
+    Without a name the folder follows from the command, so that the same command finds its jobs again. Keys that say
+    only where and how runs are made name no other sweep, nor does anything about the launcher. Raises RunError.
     """
     if not {"-m", "--multirun"} & set(arguments):
         for argument in arguments:
             if re.match(r"(hydra/launcher|sweep|wait)=", argument) and not any(a.startswith("--") for a in arguments):
                 raise RunError(f"{argument} belongs to a sweep. Add -m, for a single run too.")
         return arguments
-    given, content, named = [], [], False
+    for_hydra, content, named = [], [], False
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
         if key == "sweep":
@@ -113,18 +112,18 @@ def sweep_arguments(arguments: list[str]) -> list[str]:
         if key == "wait":
             argument = f"hydra.launcher.wait={value}"
         named = named or key in ("sweep", "hydra.sweep.dir")
-        given.append(argument)
+        for_hydra.append(argument)
         launching = re.match(r"hydra(/launcher|\.launcher|\.sweep\b)|wait$|sweep$", key)
         if not launching and not is_one_of(key, WHERE_AND_HOW):
             content.append(argument)
     if not named:
         digest = hashlib.sha256("\n".join(sorted({*content} - {"-m", "--multirun"})).encode()).hexdigest()[:8]
-        given.append(f"hydra.sweep.dir=${{runs_dir}}/sweep-{digest}")
-    return given
+        for_hydra.append(f"hydra.sweep.dir=${{runs_dir}}/sweep-{digest}")
+    return for_hydra
 
 
 def may_restart(job: Job, limit: int) -> bool:
-    """Notes that the run was killed -> whether it may be started again: it made a checkpoint, or this is seldom."""
+    """Notes that the run was killed, and tells whether it may be started again: it got on, or was killed seldom."""
     reached = max(RunDirectory(job.run).checkpoint_steps(), default=0)
     job.kills = 1 if reached > job.kills_at else job.kills + 1
     job.kills_at = reached
@@ -132,7 +131,7 @@ def may_restart(job: Job, limit: int) -> bool:
 
 
 def reason_in(log: str) -> str:
-    """Why a run ended, from what it printed: what follows the last `error: `, or its last line. SLURM's lines aside."""
+    """Returns why a run ended: what it printed after the last `error: `, or its last line. Leaves out SLURM's lines."""
     lines = [line for line in log.splitlines() if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     if errors:

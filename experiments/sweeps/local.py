@@ -1,12 +1,11 @@
-"""A sweep on this machine: each run a process of its own, a few at a time. Used by hydra/launcher=local.
+"""A sweep on this machine: each run is a process of its own, a few at a time. hydra/launcher=local uses it.
 
-A run that somebody kills is started again and resumes, up to a limit; one that is refused or crashes is not.
+A run that is killed is started again and resumes, up to a limit; one that is refused or crashes is not.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,18 +15,19 @@ from pathlib import Path
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
-from experiments.run_lock import heartbeat_age, is_alive, read_lock
+from experiments.hardware import visible_gpus
+from experiments.run_lock import RESTARTS_VARIABLE, heartbeat_age, is_alive, read_lock, restarts
 from experiments.sweeps.display import SweepDisplay
-from experiments.sweeps.jobs import INTERRUPTED, Job, earlier_jobs, may_restart, reason_in, save_jobs
+from experiments.sweeps.jobs import Job, earlier_jobs, may_restart, reason_in, save_jobs
 from experiments.sweeps.plan import folder_of, plan
 from experiments.sweeps.snapshot import take_snapshot
 from experiments.sweeps.state import Queued, RunState, state_of
-from otb.errors import RunError
+from otb.errors import TRY_AGAIN, RunError
 
-SECONDS_PER_LOOK = 0.5
+SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_END = 15.0  # for a run to write down that it was stopped
 
-QUEUED_HERE = Queued("", "", "PENDING")
+QUEUED_HERE = Queued("", "PENDING")
 
 
 def launch(
@@ -42,23 +42,34 @@ def launch(
     check_parallel(parallel)
     if not wait:
         raise RunError("wait=false needs a queue that keeps the runs. Add hydra/launcher=slurm, or use wait=true.")
-    folder, jobs = folder_of(sweep), plan(loader, sweep, job_overrides, processes=1)
+    folder, jobs = folder_of(sweep), plan(loader, sweep, job_overrides, processes=sweep.gpus or 1)
     earlier_jobs(folder, jobs)  # refuses the folder of another sweep
     save_jobs(folder, jobs)
-    LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite).run()
+    LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite, sweep.gpus or 1).run()
 
 
 class LocalSweep:
-    """Runs `jobs` whose directories are neither finished nor being written by somebody else.
+    """Runs those of `jobs` whose directories are neither finished nor written by another process.
 
     Args:
         parallel: runs at a time; None for one per GPU, or per core where there is no GPU.
         max_restarts: of a run that is killed, in a row without a new checkpoint.
+        gpus_per_run: GPUs that one run trains on; it starts its own processes.
     """
 
-    def __init__(self, folder: Path, jobs: list[Job], parallel: int | None, max_restarts: int, overwrite: bool):
+    def __init__(
+        self,
+        folder: Path,
+        jobs: list[Job],
+        parallel: int | None,
+        max_restarts: int,
+        overwrite: bool,
+        gpus_per_run: int = 1,
+    ):
         self.folder, self.jobs, self.max_restarts = folder, jobs, max_restarts
-        gpus = visible_gpus()
+        names = visible_gpus()
+        whole = range(0, len(names) - gpus_per_run + 1, gpus_per_run)
+        gpus = [",".join(names[first : first + gpus_per_run]) for first in whole]  # of one run each
         slots = range(parallel or len(gpus) or len(os.sched_getaffinity(0)))
         # None: no GPU to choose; with more runs than GPUs, several share one
         self.free = [gpus[slot % len(gpus)] if gpus else None for slot in reversed(slots)]
@@ -69,13 +80,13 @@ class LocalSweep:
         self.running: dict[int, tuple[subprocess.Popen, Job, str | None, int]] = {}
 
     def run(self) -> None:
-        """To the end of the last run. What failed has its reason in its job file."""
+        """Returns at the end of the last run. What failed has its reason in its job file."""
         try:
             with SweepDisplay() as display:
                 while self.waiting or self.running:
                     while self.waiting and self.free:
                         self._start(self.waiting.pop(0))
-                    time.sleep(SECONDS_PER_LOOK)
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
                     for process, *_ in list(self.running.values()):
                         if process.poll() is not None:
                             self._end(process)
@@ -98,8 +109,7 @@ class LocalSweep:
         environment["HYDRA_FULL_ERROR"] = "1"  # the error is the last line of the log
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
-        if job.starts:
-            environment["SLURM_RESTART_COUNT"] = str(job.starts)  # overwrite=true was obeyed by the first start
+        environment[RESTARTS_VARIABLE] = str(restarts() + job.starts)  # overwrite=true was obeyed by the first start
         job.starts += 1
         job.save(self.folder)
         with open(log, "ab") as output:
@@ -120,28 +130,19 @@ class LocalSweep:
             if may_restart(job, self.max_restarts):
                 job.error = None
                 self.waiting.insert(0, job)
-        elif process.returncode == INTERRUPTED:
+        elif process.returncode == TRY_AGAIN:
             job.error = "interrupted by a warning signal; the same command goes on"
         job.save(self.folder)
 
 
 def goes_on(job: Job) -> bool:
-    """Whether there is nothing to start: the run is done, or a process writes it, as its lock judges that."""
+    """Tells whether there is nothing to start: the run is done, or another process holds its lock."""
     lock = Path(job.run) / "lock.json"
     return state_of(job).state == "done" or (lock.exists() and is_alive(read_lock(lock), heartbeat_age(lock)))
 
 
-def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them; asks the driver's own tool, as torch would take seconds."""
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in given.split(",") if name]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    asked = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    return [str(number) for number, line in enumerate(asked.stdout.splitlines()) if line.startswith("GPU ")]
-
-
 def check_parallel(parallel: int | None) -> None:
+    """Raises RunError for a number of runs at a time that cannot be meant."""
     if parallel is not None and (type(parallel) is not int or parallel < 1):
         raise RunError(
             f"hydra.launcher.parallel={parallel} must be a whole number of at least 1, or null for one run per GPU or "

@@ -11,20 +11,21 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from experiments import settings
+from experiments.checks import check
+from experiments.identity import run_path
 from experiments.sweeps.jobs import Job
 from otb.errors import RunError
 
 
 def plan(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], processes: int) -> list[Job]:
-    """One job per run, in order; a run that is refused has the reason as its `error`. processes: of each run."""
+    """Returns a job per run, in order; a run that is refused has the reason as its `error`. processes: of each run."""
     composer, jobs, seen = Composer(loader, sweep), [], {}
     for number, overrides in enumerate(job_overrides):
         cfg = composer.compose(overrides)
-        run = str(settings.run_path(cfg, list(overrides), dict(cfg.hydra.runtime.choices)).absolute())
+        run = str(run_path(cfg, list(overrides), dict(cfg.hydra.runtime.choices)).absolute())
         job = Job(number, run, list(overrides), cfg.steps)
         try:
-            settings.check(cfg, processes)
+            check(cfg, processes)
             if run in seen:
                 raise RunError(
                     f"runs {seen[run]} and {number} of the sweep are both {run}: what they differ in makes no other "
@@ -38,7 +39,7 @@ def plan(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequen
 
 
 class Composer:
-    """Composes as Hydra does, but reads the yamls once for all runs that choose the same: 200 runs took 11 s."""
+    """Composes as Hydra does, but reads the yamls once for all runs that choose the same: 200 runs took Hydra 11 s."""
 
     def __init__(self, loader: ConfigLoader, sweep: DictConfig):
         self.loader, self.sweep = loader, sweep
@@ -47,13 +48,14 @@ class Composer:
         self.is_group: dict[str, bool] = {}
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """Returns the configuration of the run with these overrides."""
         parsed = self.parser.parse_overrides(list(overrides))
         values = [override for override in parsed if self._is_plain_value(override)]
         choices = [override.input_line for override in parsed if override not in values]
         if tuple(choices) not in self.composed:
             self.composed[tuple(choices)] = self.loader.load_sweep_config(self.sweep, choices)
         cfg = copy.deepcopy(self.composed[tuple(choices)])
-        self.loader._apply_overrides_to_config(values, cfg)  # the last thing that load_sweep_config does
+        self.loader._apply_overrides_to_config(values, cfg)  # private: the last thing that load_sweep_config does
         return cfg
 
     def _is_plain_value(self, override: Override) -> bool:
@@ -66,6 +68,7 @@ class Composer:
 
 
 def folder_of(sweep: DictConfig) -> Path:
+    """Makes the folder of a sweep and returns it."""
     folder = Path(str(sweep.hydra.sweep.dir)).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder

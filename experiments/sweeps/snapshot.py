@@ -1,4 +1,4 @@
-"""A copy of the code beside a sweep: its queued runs use it, whatever is edited meanwhile. Imports no torch."""
+"""A copy of the code lies beside a sweep: its queued runs use it, whatever is edited meanwhile. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_BYTES = 1 << 20
 
 
 def take_snapshot(folder: Path) -> Path:
-    """Copies the code into `folder` under a name that follows from its content -> the copy, as good as the project."""
+    """Copies the code into `folder`, under a name that follows from its content. Returns the copy's folder."""
     contents = {name: (ROOT / name).read_bytes() for name in code_files()}
     facts = {"commit": commit(), "diff": working_tree_diff()}
     digest = hashlib.sha256(json.dumps(facts).encode())
@@ -40,7 +40,7 @@ def take_snapshot(folder: Path) -> Path:
 
 
 def code_files() -> list[str]:
-    """Files of the project that code is made of: those that git knows, new ones too, or all where there is no git."""
+    """Returns the project's files of code: those that git knows and new ones, or all where there is no git."""
     names = git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
     if "experiments/run.py" not in names:
         names = [str(path.relative_to(ROOT)) for top in FOLDERS for path in (ROOT / top).rglob("*")]
@@ -48,6 +48,7 @@ def code_files() -> list[str]:
 
 
 def is_code(name: Path) -> bool:
+    """Tells whether a file of the project belongs into a copy of its code."""
     if not name.parts or any(part.startswith(".") for part in name.parts) or name.parts[:2] == ("tests", "data"):
         return False
     if name.suffix != ".py" and not (name.suffix in BESIDE_PYTHON and name.parts[0] in FOLDERS):

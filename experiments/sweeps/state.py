@@ -18,8 +18,10 @@ from experiments.summary import distinct_names
 from experiments.sweeps.jobs import Job
 from otb.records import RunDirectory, read_rows
 
-STALE_SECONDS, STALE_STEPS = 300.0, 10  # a run is stale after the longer of the two without a heartbeat
-TAIL_BYTES, RECENT_ROWS = 1 << 16, 20
+STALE_AFTER_SECONDS = 300.0  # a run is stale after the longer of the two without a heartbeat
+STALE_AFTER_STEPS = 10
+TAIL_BYTES = 1 << 16
+RECENT_ROWS = 20
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")  # of SLURM's job states
 COLOURS = {"done": "green", "running": "cyan", "queued": "", "failed": "red", "missing": "yellow", "stale": "yellow"}
 
@@ -28,12 +30,13 @@ class Queued(NamedTuple):
     """What a queue says of a job that is in it."""
 
     job: str  # such as 71_3
-    raw_job: str  # SLURM_JOB_ID within the job
     state: str  # PENDING, RUNNING, COMPLETING, ...
     reason: str = ""  # why it waits
 
 
 class RunState(NamedTuple):
+    """Where a run stands."""
+
     run: Path
     state: str  # done, running, queued, failed, missing, stale
     step: int
@@ -47,12 +50,15 @@ class RunState(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """Whether nothing is going to happen to it any more."""
+        """Tells whether nothing is going to happen to it any more."""
         return self.state not in ("running", "queued") and not self.in_queue
 
 
 def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = None) -> RunState:
-    """queued: what the queue says of this run; queue: raw ids of all jobs in it, None where it cannot be asked."""
+    """Returns where the run of a job stands.
+
+    queued: what the queue says of this run; queue: the SLURM_JOB_ID of every job in it, None where it cannot be asked.
+    """
     directory = RunDirectory(job.run)
     status, lock = directory.status(), read_lock(directory.path / "lock.json")
     rows, evaluations = last_rows(directory.metrics_file), list(read_rows(directory.evaluations_file))
@@ -60,7 +66,7 @@ def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = No
     step = rows[-1]["step"] if rows else 0
     fresh = bool(lock) and is_fresh(directory.path / "lock.json", seconds)
     alive = fresh and not has_gone(lock, queue)
-    state, error = judge(job, status, queued, queue, locked=bool(lock), fresh=fresh, alive=alive)
+    state, error = decide_state(job, status, queued, queue, locked=bool(lock), fresh=fresh, alive=alive)
     per_step = seconds + sum(row["seconds"] for row in evaluations) / max(1, step)
     return RunState(
         run=directory.path,
@@ -76,10 +82,13 @@ def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = No
     )
 
 
-def judge(
+def decide_state(
     job: Job, status: dict, queued: Queued | None, queue: set[str] | None, locked: bool, fresh: bool, alive: bool
 ) -> tuple[str, str]:
-    """-> state and the reason, if any. locked, fresh, alive: there is a lock, with a heartbeat, of a living process."""
+    """Returns the state of a run, and the reason for it or "".
+
+    locked: there is a lock; fresh: its heartbeat is young; alive: so is its process, as far as is known.
+    """
     waits = queued is not None and queued.state in WAITING
     if status.get("state") == "finished" and status["step"] >= job.steps and not waits:  # waits: overwrite=true
         return "done", ""
@@ -103,23 +112,23 @@ def judge(
 
 
 def is_fresh(lock_file: Path, step_seconds: float) -> bool:
-    """Whether the heartbeat is young enough for its process to be taken for alive."""
+    """Tells whether the heartbeat is young enough for its process to be taken for alive."""
     try:
         age = time.time() - lock_file.stat().st_mtime
     except FileNotFoundError:
         return False
-    return age <= max(STALE_SECONDS, STALE_STEPS * step_seconds)
+    return age <= max(STALE_AFTER_SECONDS, STALE_AFTER_STEPS * step_seconds)
 
 
 def has_gone(lock: dict, queue: set[str] | None) -> bool:
-    """Whether the process that a lock names is known to be no more, whatever its last heartbeat."""
+    """Tells whether the process that a lock names is known to be no more, whatever its last heartbeat."""
     if lock.get("machine") == machine():
         return not psutil.pid_exists(lock["pid"])
     return queue is not None and bool(lock.get("job")) and lock["job"] not in queue
 
 
 def last_rows(file: Path) -> list[dict]:
-    """The last rows of a jsonl file, without reading the rest of it."""
+    """Returns the last rows of a jsonl file, without reading the rest of it."""
     if not file.exists():
         return []
     with open(file, "rb") as opened:
@@ -135,6 +144,7 @@ def last_rows(file: Path) -> list[dict]:
 
 
 def state_table(states: list[RunState]) -> Table:
+    """Returns a table with a row per run."""
     table = Table(Column("run", overflow="fold"), "state", "step", "progress", "accuracy", "tokens", "ETA", "job")
     table.add_column("error", overflow="fold")
     for state, name in zip(states, distinct_names([state.run for state in states]), strict=True):
@@ -155,11 +165,12 @@ def state_table(states: list[RunState]) -> Table:
 
 
 def last_line(error: str) -> str:
+    """Returns the last line of an error, escaped for rich; "" for no error."""
     lines = error.strip().splitlines()
     return lines[-1].strip().replace("[", r"\[") if lines else ""
 
 
 def counts(states: list[RunState]) -> str:
-    """`3 done, 1 running`."""
-    found = [state.state for state in states]
-    return ", ".join(f"{found.count(state)} {state}" for state in COLOURS if state in found)
+    """Returns how many runs are in each state: `3 done, 1 running`."""
+    names = [state.state for state in states]
+    return ", ".join(f"{names.count(name)} {name}" for name in COLOURS if name in names)

@@ -50,7 +50,9 @@ class StatefulBaseline(Protocol):
     def load_state_dict(self, state: dict) -> None: ...
 
 
-def declare(needs: set[str] = frozenset(), min_group_size: int = 1, per_token: bool = False) -> Callable:
+def declare(
+    needs: set[str] = frozenset(), min_group_size: int = 1, per_token: bool = False, unbiased: bool | None = None
+) -> Callable:
     """Says what a baseline needs beyond rewards and lengths, the smallest group it works with, and its shape.
 
     needs: subset of KNOWN_NEEDS. "score_norms": the squared score norms w per token, at one no-grad forward where TRL
@@ -58,6 +60,8 @@ def declare(needs: set[str] = frozenset(), min_group_size: int = 1, per_token: b
     "sequence_norms", "prefix_norms": exact norms by backward passes, one per rollout or one per own token.
     per_token: its value differs between the tokens of a rollout, so that losses and masks which read one advantage
     per rollout are refused beside it.
+    unbiased: True where the expected gradient is exactly that of the expected reward, False where it is not, None where
+    nothing is claimed. tests/test_unbiased.py sums over every group of a small policy and holds the baseline to it.
 
     Raises:
         ValueError: a need that no trainer can supply.
@@ -67,6 +71,7 @@ def declare(needs: set[str] = frozenset(), min_group_size: int = 1, per_token: b
 
     def attach(baseline: Callable) -> Callable:
         baseline.needs, baseline.min_group_size, baseline.per_token = frozenset(needs), min_group_size, per_token
+        baseline.unbiased = unbiased
         return baseline
 
     return attach
@@ -92,6 +97,11 @@ def min_group_size_of(baseline: Callable) -> int:
 
 def is_per_token(baseline: Callable) -> bool:
     return getattr(_undecorated(baseline), "per_token", False)
+
+
+def is_unbiased(baseline: Callable) -> bool | None:
+    """Returns what the baseline declares of its bias; None for one that declares nothing."""
+    return getattr(_undecorated(baseline), "unbiased", None)
 
 
 def name_of(baseline: Callable) -> str:

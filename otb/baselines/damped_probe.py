@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(needs={"hidden_states", "score_norms"}, min_group_size=2, per_token=True)
+@declare(needs={"hidden_states", "score_norms"}, min_group_size=2, per_token=True, unbiased=False)
 class DampedProbe(RidgeProbe):
     """Value V_t (P, G, T or 1) and scale 1 / (1 - omega_t) (P, G, T). Arguments as in `EnergyProbe`.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STRENGTHS = (float("inf"), 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)  # k of the group correction; inf = none
 
 
-@declare(needs={"hidden_states", "score_norms"}, per_token=True)
+@declare(needs={"hidden_states", "score_norms"}, per_token=True, unbiased=True)
 class EnergyProbe(RidgeProbe):
     """B_t = V_t, or V_t (1 + a_-i) with `group_correction`. Works with one rollout a group.
 

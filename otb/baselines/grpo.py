@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(min_group_size=2)
+@declare(min_group_size=2, unbiased=False)
 def grpo(rollouts: RolloutGroups, eps: float = 1e-4) -> Baseline:
     """Mean and standard deviation over the scored rollouts of a group. rewards (P, G) -> value, scale (P, 1, 1).
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare()
+@declare(unbiased=True)
 def none(rollouts: RolloutGroups) -> Tensor:
     """Zero. rewards (P, G) -> baseline (P, 1, 1)."""
     return rollouts.rewards.new_zeros(len(rollouts.rewards), 1, 1)

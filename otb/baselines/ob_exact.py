@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(needs={"sequence_norms"}, min_group_size=2)
+@declare(needs={"sequence_norms"}, min_group_size=2, unbiased=False)
 def ob_exact(rollouts: RolloutGroups, eps: float = 1e-8) -> Tensor:
     """sum(R E) / sum(E) over the scored rollouts. sequence_norms (P, G), rewards (P, G) -> baseline (P, 1, 1).
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(min_group_size=2)
+@declare(min_group_size=2, unbiased=False)
 def opo(rollouts: RolloutGroups) -> Tensor:
     """sum(length R) / sum(length) over the scored rollouts. rewards, lengths (P, G) -> baseline (P, 1, 1).
 

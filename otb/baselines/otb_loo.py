@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(needs={"score_norms"}, min_group_size=2, per_token=True)
+@declare(needs={"score_norms"}, min_group_size=2, per_token=True, unbiased=True)
 def otb_loo(rollouts: RolloutGroups, tail: Literal["carry", "zero"] = "carry") -> Tensor:
     """score_norms (P, G, T) -> baseline (P, G, T).
 

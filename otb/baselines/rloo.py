@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(min_group_size=2)
+@declare(min_group_size=2, unbiased=True)
 def rloo(rollouts: RolloutGroups) -> Tensor:
     """Mean reward of the other scored rollouts. rewards (P, G) -> baseline (P, G, 1).
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(needs={"score_norms"}, min_group_size=2)
+@declare(needs={"score_norms"}, min_group_size=2, unbiased=False)
 def sequence_energy(rollouts: RolloutGroups, eps: float = 1e-8) -> Tensor:
     """sum(R W_T) / sum(W_T) over the scored rollouts. rewards (P, G) -> baseline (P, 1, 1)."""
     weights = rollouts.score_norms.sum(-1, keepdim=True) * rollouts.scored.unsqueeze(-1)  # (P, G, 1)

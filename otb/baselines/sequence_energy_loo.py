@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
 
 
-@declare(needs={"score_norms"}, min_group_size=2)
+@declare(needs={"score_norms"}, min_group_size=2, unbiased=True)
 def sequence_energy_loo(rollouts: RolloutGroups) -> Tensor:
     """sum_{j != i} R^j W_T^j / sum_{j != i} W_T^j over scored rollouts. rewards (P, G) -> baseline (P, G, 1).
 

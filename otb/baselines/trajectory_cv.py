@@ -22,7 +22,7 @@ UNLIKELY = 0.3  # a sampled token of lower probability counts as a surprise
 LARGEST_SURPRISAL = 4.0  # nats, where its square would otherwise rule the sum
 
 
-@declare(needs={"score_norms", "hidden_states"}, per_token=True)
+@declare(needs={"score_norms", "hidden_states"}, per_token=True, unbiased=True)
 class TrajectoryCV(OnlineRidge):
     """Works with one rollout a group. Two ridge fits a step, on earlier steps only:
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups, TokenStates
 
 
-@declare(needs={"hidden_states"}, per_token=True)
+@declare(needs={"hidden_states"}, per_token=True, unbiased=True)
 class Value:
     """V_t (P, G, T), of the head that earlier steps left. Works with one rollout a group.
 

@@ -1,4 +1,4 @@
-"""From a baseline to the gradients of prompt groups, by the code that trains: `reduce`, the baseline, `advantages`.
+"""Computes the gradients of prompt groups under a baseline by the code that trains: `reduce`, baseline, `advantages`.
 
 A baseline that learns is fitted on other prompts of the same policy, step by step as in training.
 """
@@ -15,12 +15,12 @@ from otb import baselines
 from otb.advantages import advantages
 from otb.exact_norms import kept_after_end
 from otb.laboratory.scores import Measured
-from otb.rollouts import RolloutGroups, TokenStates
+from otb.rollouts import RolloutGroups, TokenStates, joined
 from otb.score_norms import logit_gradient_proxy
 
 
 class Prompt:
-    """The measured rollouts of one prompt, padded: all that baselines read, and the sketched scores (M, T, D)."""
+    """The measured rollouts of one prompt, padded: it holds all that baselines read, and sketched scores (M, T, D)."""
 
     def __init__(self, measured: Measured):
         self.rewards = torch.from_numpy(measured.rewards).float()
@@ -37,11 +37,12 @@ class Prompt:
             self.prefix_norms = kept_after_end(measured.padded("prefix_norms"), self.lengths)
 
     def states(self) -> TokenStates:
+        """Returns the token states of all rollouts, as the trainer gives them to `reduce`."""
         probabilities = (self.log_probs, self.log_sum_sq_probs, self.score_norms)
         return TokenStates(self.own, self.hidden_states, *probabilities, ~self.rewards.isnan())
 
     def groups(self, members: Tensor, reduced: dict[str, Tensor], totals: dict[str, Tensor]) -> RolloutGroups:
-        """members (P, G) int: which rollouts make up each group."""
+        """Returns groups of these rollouts. members (P, G) int: which rollouts make up each group."""
         prefix = self.prefix_norms
         return RolloutGroups(
             rewards=self.rewards[members],
@@ -55,7 +56,7 @@ class Prompt:
 
 
 def fitted(baseline: Callable, prompts: list[Prompt], group_size: int, prompts_per_step: int) -> Callable:
-    """A copy of a baseline that learns, after steps of `prompts_per_step` prompts with `group_size` rollouts each."""
+    """Returns a copy of the baseline that has learned from steps of `prompts_per_step` prompts, as a run's would."""
     baseline = copy.deepcopy(baseline)
     if not baselines.carries_state(baseline):
         return baseline
@@ -65,49 +66,43 @@ def fitted(baseline: Callable, prompts: list[Prompt], group_size: int, prompts_p
 
 
 def step_groups(baseline: Callable, prompts: list[Prompt], group_size: int) -> RolloutGroups:
-    """One step's groups: the first `group_size` rollouts of each prompt."""
+    """Returns the groups of one step: the first `group_size` rollouts of each prompt."""
     parts = []
     for prompt in prompts:
         rows, totals = {}, {}
         if hasattr(baseline, "reduce"):
-            some = torch.arange(group_size)
             states = prompt.states()
-            states = TokenStates(*(getattr(states, name)[some] for name in states.__dataclass_fields__))
+            states = TokenStates(*(getattr(states, name)[:group_size] for name in states.__dataclass_fields__))
             rows, totals = baseline.reduce(states)
         parts.append(prompt.groups(torch.arange(group_size).unsqueeze(0), rows, totals))
-    return joined(parts)
+    return joined_groups(parts)
 
 
-def joined(parts: list[RolloutGroups]) -> RolloutGroups:
-    """Groups of several prompts as one, padded to the widest; totals are summed."""
-
-    def cat(tensors: list[Tensor]) -> Tensor:
-        if tensors[0].dim() < 3:
-            return torch.cat(tensors)
-        width = max(tensor.shape[2] for tensor in tensors)
-        behind = [0, 0] * (tensors[0].dim() - 3)
-        return torch.cat([torch.nn.functional.pad(t, (*behind, 0, width - t.shape[2])) for t in tensors])
-
+def joined_groups(parts: list[RolloutGroups]) -> RolloutGroups:
+    """Joins the groups of several prompts, padded to the widest; totals are summed."""
     per_rollout = ("rewards", "lengths", "score_norms")
     return RolloutGroups(
-        **{name: cat([getattr(part, name) for part in parts]) for name in per_rollout},
-        reduced={name: cat([part.reduced[name] for part in parts]) for name in parts[0].reduced},
+        **{name: joined([getattr(part, name) for part in parts], dim=2) for name in per_rollout},
+        reduced={name: joined([part.reduced[name] for part in parts], dim=2) for name in parts[0].reduced},
         totals={name: sum(part.totals[name] for part in parts) for name in parts[0].totals},
     )
 
 
 def rollout_advantages(baseline: Callable, prompt: Prompt, members: Tensor) -> Tensor:
-    """Advantages (K, M, T or 1) of every rollout in each of K partitions. members (K, n, N); left-out rollouts: 0."""
+    """Returns the advantages (K, M, T or 1) of every rollout in each of K partitions, 0 for those left out.
+
+    members (K, n, N) int: the rollouts of the n groups of each partition.
+    """
     rows, totals = baseline.reduce(prompt.states()) if hasattr(baseline, "reduce") else ({}, {})
     groups = members.flatten(0, 1)
     rollouts = prompt.groups(groups, rows, totals)
-    found = advantages(rollouts, baseline(rollouts))  # (K * n, N, T or 1)
-    found = found.view(len(members), -1, found.shape[-1])
-    index = members.flatten(1).unsqueeze(-1).expand_as(found)
-    return found.new_zeros(len(members), len(prompt.rewards), found.shape[-1]).scatter(1, index, found)
+    in_groups = advantages(rollouts, baseline(rollouts))  # (K * n, N, T or 1)
+    drawn = in_groups.view(len(members), -1, in_groups.shape[-1])  # (K, n * N, T or 1)
+    index = members.flatten(1).unsqueeze(-1).expand_as(drawn)
+    return drawn.new_zeros(len(members), len(prompt.rewards), drawn.shape[-1]).scatter(1, index, drawn)
 
 
 def rollout_gradients(prompt: Prompt, advantage: Tensor) -> Tensor:
-    """sum_t A_t s_t, sketched. advantage (K, M, T or 1) -> (K, M, D)."""
+    """Returns the sketch of sum_t A_t s_t per rollout. advantage (K, M, T or 1) -> (K, M, D)."""
     advantage = advantage.expand(-1, -1, prompt.sketches.shape[1])
     return (advantage.transpose(0, 1) @ prompt.sketches).transpose(0, 1)

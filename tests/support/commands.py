@@ -11,15 +11,31 @@ import json
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from tests.support import holds
+from tests.support.waiting import PATIENCE_SECONDS, wait_for
+
+__all__ = ["ROOT", "arguments", "rows", "run", "run_command_line", "start", "the_run", "wait_for", "without_times"]
+
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ["experiments.run", "experiments.train", "experiments.summary", "analysis.learning_curves"]
-PRELOAD += ["experiments.variance", "experiments.laboratory", "tests.support.parity_task", "tests.support.commands"]
-PRELOAD += ["experiments.evaluate", "experiments.evaluation.evaluator", "experiments.evaluation.report"]
+PRELOAD = [
+    "experiments.run",
+    "experiments.train",
+    "experiments.summary",
+    "experiments.variance",
+    "experiments.laboratory",
+    "experiments.evaluate",
+    "experiments.evaluation.evaluator",
+    "experiments.evaluation.report",
+    "analysis.learning_curves",
+    "tests.support.parity_task",
+    "tests.support.commands",
+]
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
 
@@ -47,13 +63,19 @@ def arguments(runs_dir: Path, **changed) -> list[str]:
 
 
 def start(
-    given: list[str], log: Path, limit: int | None = None, script: str = "run", **environment
+    given: list[str],
+    log: Path,
+    limit: int | None = None,
+    script: str = "run",
+    cpu_seconds: float | None = None,
+    **environment,
 ) -> multiprocessing.Process:
     """`experiments/SCRIPT.py` in a process of its own; what it prints goes into `log`.
 
     limit: the largest file that it may write, in bytes: a full disk. File modes hold for it even where root runs it.
+    cpu_seconds: after so much time of the processor SIGPROF kills it. `cpu_seconds(log)` has what it took to its end.
     """
-    process = context.Process(target=_command, args=(script, given, str(log), limit, environment))
+    process = context.Process(target=_command, args=(script, given, str(log), limit, cpu_seconds, environment))
     process.start()
     return process
 
@@ -62,9 +84,25 @@ def run(given: list[str], log: Path, **options) -> tuple[int, str]:
     """The command to its end -> exit code and what this call printed."""
     before = log.stat().st_size if log.exists() else 0
     process = start(given, log, **options)
-    process.join(120)
-    assert process.exitcode is not None, "the command did not end within two minutes"
+    join(process)
     return process.exitcode, log.read_bytes()[before:].decode()
+
+
+def join(process: multiprocessing.Process) -> None:
+    """Waits for the end. Raises AssertionError where it does not come."""
+    process.join(PATIENCE_SECONDS)
+    assert process.exitcode is not None, f"the command did not end within {PATIENCE_SECONDS:g} s"
+
+
+def cpu_seconds(log: Path) -> float:
+    """Time of the processor that the last command with this log took, where it came to its end."""
+    return float(Path(f"{log}.cpu_seconds").read_text())
+
+
+def kill(process: multiprocessing.Process) -> None:
+    """SIGKILL; returns when the process is gone."""
+    os.kill(process.pid, signal.SIGKILL)
+    join(process)
 
 
 def run_command_line(
@@ -73,10 +111,12 @@ def run_command_line(
     """`python experiments/SCRIPT.py ...` as a user types it."""
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, str(ROOT / "experiments" / f"{script}.py"), *given]
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
-def _command(script: str, given: list[str], log: str, limit: int | None, environment: dict[str, str]) -> None:
+def _command(
+    script: str, given: list[str], log: str, limit: int | None, cpu_seconds: float | None, environment: dict[str, str]
+) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -84,7 +124,13 @@ def _command(script: str, given: list[str], log: str, limit: int | None, environ
     obey_file_modes()
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    importlib.import_module(f"experiments.{script}").command_line(given)
+    holds.install()
+    if cpu_seconds is not None:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF; its default action ends the process
+    try:
+        importlib.import_module(f"experiments.{script}").command_line(given)
+    finally:
+        Path(f"{log}.cpu_seconds").write_text(str(time.process_time()))
 
 
 def obey_file_modes() -> None:
@@ -105,12 +151,12 @@ def the_run(runs_dir: Path) -> Path:
     return config.parent
 
 
-def wait_for(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
 def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def without_times(file: Path) -> list[dict]:
+    """The rows of a file of metrics or evaluations, without what differs between two runs of one configuration."""
+    from otb.records import TIME_AND_MEMORY
+
+    return [{name: value for name, value in row.items() if name not in TIME_AND_MEMORY} for row in rows(file)]

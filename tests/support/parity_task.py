@@ -1,11 +1,13 @@
 """A task for tests of runs: arithmetic prompts, and a reward that has spread under an untrained policy."""
 
 import os
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
 from otb.tasks.arithmetic import Arithmetic
+from tests.support import holds
+
+holds.install()  # in processes that know of the tests by this task alone
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,10 @@ class Parity(Arithmetic):
     def reward(self, completions: list, **columns) -> list[float]:
         """1.0 where the sum of the response's characters is odd; infinite where OTB_TEST_INFINITE_REWARD is set.
 
-        OTB_TEST_STEP_SECONDS makes a run slow enough to be disturbed, without work for the processor;
-        OTB_TEST_FAILING_RANK breaks one process of a run while OTB_TEST_FAILING_FILE is there.
+        OTB_TEST_HOLD makes the run wait for the test (tests/support/holds.py); OTB_TEST_FAILING_RANK breaks one process
+        of a run while OTB_TEST_FAILING_FILE is there.
         """
-        time.sleep(float(os.environ.get("OTB_TEST_STEP_SECONDS", 0)))
+        holds.hold_at_reward()
         broken = os.path.exists(os.environ.get("OTB_TEST_FAILING_FILE", ""))
         if broken and os.environ["OTB_TEST_FAILING_RANK"] == os.environ["RANK"]:
             raise ValueError("the reward of this rank is broken")

@@ -1,0 +1,41 @@
+"""Builds what a configuration names by `_target_`: task, baseline, sandbox. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from otb.errors import RunError
+from otb.sandbox import Sandbox, SandboxFailure
+
+
+def build(cfg: DictConfig, group: str):
+    """The task, baseline or sandbox that `cfg` names. Raises RunError with what its constructor says, in its words."""
+    try:
+        return instantiate(cfg[group], _convert_="object")
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        reason = str(cause).splitlines()[0]
+        if not isinstance(cause, ValueError):
+            raise RunError(f"{group}: {type(cause).__name__}: {reason}") from error
+        keys = "|".join(re.escape(str(key)) for key in cfg[group])
+        raise RunError(re.sub(rf"(?<![\w.])({keys})=", rf"{group}.\1=", reason)) from error  # as it is typed
+
+
+@contextmanager
+def opened_sandbox(cfg: DictConfig) -> Iterator[Sandbox | None]:
+    """The sandbox of a task with tools, tried; None for another task. Raises RunError where it cannot be trusted."""
+    if build(cfg, "task").environment is None:
+        yield None
+        return
+    with closing(build(cfg, "sandbox")) as sandbox:
+        try:
+            sandbox.check()
+        except SandboxFailure as error:
+            raise RunError(f"sandbox: {error}") from error
+        yield sandbox

@@ -1,0 +1,112 @@
+"""The command line, before Hydra composes it: what may be typed, what is refused, and with which code a command ends.
+
+experiments/run.py and experiments/variance.py hand their arguments to `run_hydra` inside `exit_codes`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra._internal.utils import get_args_parser  # private: the only parser that knows Hydra's own options
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from experiments.warning_signal import Interrupted
+from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "experiment")
+
+
+@contextmanager
+def exit_codes(after_stop: str) -> Iterator[None]:
+    """Ends the process with one message and an exit code of otb/errors.py where a command is refused or interrupted.
+
+    after_stop: what the same command does after Ctrl-C, for the message.
+    """
+    try:
+        with refusals():
+            yield
+    except Interrupted as interruption:
+        print(f"{interruption}; the same command goes on from it", file=sys.stderr)
+        sys.exit(TRY_AGAIN)
+    except KeyboardInterrupt:
+        print(f"stopped; the same command {after_stop}", file=sys.stderr)
+        sys.exit(STOPPED_FROM_KEYBOARD)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Ends the process with REFUSED and the text of a RunError. Hydra, which calls us, would print a traceback."""
+    try:
+        yield
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
+
+
+def run_hydra(main: Callable[[], None], script: str, arguments: list[str], config_name: str) -> None:
+    """Checks the arguments and hands them to `main`, a function that hydra.main decorates. Raises RunError."""
+    sys.argv = [script, *accept_open_keys(arguments)]
+    refuse_unknown_choices(sys.argv[1:], config_name)
+    main()
+
+
+def accept_open_keys(arguments: list[str]) -> list[str]:
+    """`trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`: `check` knows the target's keys and suggests a near miss.
+
+    `-m` may stand anywhere; Hydra reads it only before or after all the others.
+    """
+    arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+    opened = re.compile(r"(trainer|baseline|task|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]")
+    return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
+
+
+def refuse_unknown_choices(arguments: list[str], config_name: str = "config") -> None:
+    """Raises RunError for syntax errors, unknown keys and unknown group choices, with the choices and a near miss."""
+    config = OmegaConf.to_container(OmegaConf.load(CONF / f"{config_name}.yaml"), resolve=False)
+    sections = {name: list(node) for name, node in config.items() if isinstance(node, dict) and name != "hydra"}
+    groups = [name for default in config.pop("defaults") if isinstance(default, dict) for name in default]
+    keys = [*config, *(group for group in groups if group in GROUPS)]
+    for argument in get_args_parser().parse_args(arguments).overrides:  # not the `job` of `--cfg job`
+        try:
+            override = OverridesParser.create().parse_override(argument)
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            raise RunError(
+                f"{argument} cannot be read as KEY=VALUE: {reason}. Quote what the shell may take."
+            ) from error
+        name = override.key_or_group
+        top, *rest = re.split(r"[./@]", name)
+        if top not in keys:
+            raise RunError(f"{name} is no key of this project.{near_miss(top, keys)} Keys: {', '.join(sorted(keys))}.")
+        if top in sections and rest and rest[0] not in sections[top]:
+            known = sections[top]
+            raise RunError(f"{name} is no key of {top}.{near_miss(rest[0], known)} Keys: {', '.join(known)}.")
+        if override.is_sweep_override() and not {"-m", "--multirun"} & set(arguments):
+            raise RunError(f"{argument} names several values, one run each. Add -m: python experiments/run.py -m ...")
+        if name in GROUPS and not override.is_delete():
+            _refuse_unknown_values(name, override)
+
+
+def _refuse_unknown_values(group: str, override: Override) -> None:
+    values = override.sweep_string_iterator() if override.is_choice_sweep() else [override.get_value_string()]
+    choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    for value in values:
+        if value not in (*choices, "null"):
+            raise RunError(
+                f"{group}={value} is not one of the choices.{near_miss(value, choices)} Choices: {', '.join(choices)}."
+            )
+
+
+def near_miss(value: str, choices) -> str:
+    """' Did you mean X?' for the closest choice, or ''."""
+    close = difflib.get_close_matches(str(value), list(choices), n=1)
+    return f" Did you mean {close[0]}?" if close else ""

@@ -1,0 +1,43 @@
+"""What classes and functions accept, by their signatures and source files: importing TRL or peft would import torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import typing
+from functools import cache
+from pathlib import Path
+
+
+def literal_choices(function, argument: str) -> tuple[str, ...]:
+    """Returns the values of an argument annotated as typing.Literal; () for any other annotation."""
+    annotation = inspect.signature(function).parameters[argument].annotation
+    if isinstance(annotation, str):  # from __future__ import annotations
+        if not annotation.startswith("Literal["):
+            return ()
+        annotation = eval(annotation, {"Literal": typing.Literal})  # an annotation of the imported module
+    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+
+
+@cache
+def trainer_fields() -> frozenset[str]:
+    """Returns the name of every option of trl.GRPOConfig."""
+    modules = {
+        "trl.trainer.grpo_config": "GRPOConfig",
+        "trl.trainer.base_config": "_BaseConfig",
+        "transformers.training_args": "TrainingArguments",
+    }
+    return frozenset().union(*(dataclass_fields(module, name) for module, name in modules.items()))
+
+
+@cache
+def dataclass_fields(module: str, name: str) -> frozenset[str]:
+    """Returns the annotated fields of a class, without those that it inherits. Raises LookupError."""
+    package, _, rest = module.partition(".")
+    root = Path(importlib.util.find_spec(package).origin).parent
+    tree = ast.parse((root / (rest.replace(".", "/") + ".py")).read_text(encoding="utf8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return frozenset(item.target.id for item in node.body if isinstance(item, ast.AnnAssign))
+    raise LookupError(f"{module} has no class {name}; the pinned versions in pyproject.toml have.")

@@ -1,0 +1,144 @@
+"""Runs that wait for the test at a named moment, so that no test has to catch a run in the act by being quick.
+
+A `Hold` is the test's end. Its `environment` tells the run, in whatever process that comes to be, at which moments to
+wait; `install`, called in that process, puts the waiting into the functions that the moments are named after. A held
+run goes on when the test releases it, or when a signal has warned it, and can be killed where it stands.
+
+Moments:
+  reward 1              in the first call of the reward, which is that of the first evaluation
+  row 3                 the metrics row of step 3 is written, what follows it is not
+  writing optimizer.pt  the weights of a checkpoint are written, its optimizer's state is not
+  checkpoint 6          the checkpoint of step 6 is complete
+  warm start 9          nine steps of the warm start are done
+"""
+
+import os
+import time
+from functools import wraps
+from pathlib import Path
+
+import psutil
+
+from tests.support.waiting import wait_for
+
+MOMENTS, FOLDER = "OTB_TEST_HOLD", "OTB_TEST_HOLD_FOLDER"
+UNNAMED = "a run"  # where the moment lies outside of any run directory
+state = {"installed": False, "rewards": 0}
+
+
+class Hold:
+    """The test's end: where runs wait, and which of them may go on.
+
+    Args:
+        folder: in which run and test leave each other files.
+        moments: names as above; a run waits at each of them.
+    """
+
+    def __init__(self, folder: Path, *moments: str):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.environment = {MOMENTS: ",".join(moments), FOLDER: str(folder)}
+
+    def held(self) -> dict[str, int]:
+        """The runs that wait now, name of the run directory -> process id."""
+        waiting = {}
+        for file in self.folder.glob("*.held"):
+            pid = int(file.read_text())
+            if psutil.pid_exists(pid):  # a killed run leaves its file behind
+                waiting[file.stem] = pid
+        return waiting
+
+    def wait(self, process=None, run: str | None = None) -> int:
+        """Returns the process id of a held run, of the one named `run` if that is given.
+
+        Raises AssertionError where `process` (of multiprocessing or subprocess) ends instead.
+        """
+        wait_for(lambda: run in self.held() if run else self.held(), process)
+        held = self.held()
+        return held[run] if run else next(iter(held.values()))
+
+    def release(self, run: str = UNNAMED) -> None:
+        """Lets the run of this name go on, now and at every later moment; without a name, every run."""
+        (self.folder / f"{run}.released").touch()
+
+
+def install() -> None:
+    """Puts the waiting into this process, if its environment asks for any; before the run begins."""
+    moments = os.environ.get(MOMENTS)
+    if not moments or state["installed"]:
+        return
+    state["installed"] = True
+    if "row" in moments or "checkpoint" in moments:
+        hold_in_the_run_directory()
+    if "writing" in moments:
+        hold_in_torch_save()
+    if "warm start" in moments:
+        hold_in_the_warm_start()
+
+
+def hold(moment: str, run: str = UNNAMED) -> None:
+    """Waits here, if this moment is one of those to wait at."""
+    from experiments.warning_signal import received
+
+    if moment not in os.environ.get(MOMENTS, "").split(","):
+        return
+    folder = Path(os.environ[FOLDER])
+    aside, file = folder / f"{run}.{os.getpid()}", folder / f"{run}.held"
+    aside.write_text(str(os.getpid()))
+    aside.rename(file)
+    released = [folder / f"{name}.released" for name in (run, UNNAMED)]
+    while not received() and not any(name.exists() for name in released):
+        time.sleep(0.01)
+    file.unlink()
+
+
+def hold_at_reward() -> None:
+    """Called by the test's task in every call of its reward."""
+    state["rewards"] += 1
+    hold(f"reward {state['rewards']}")
+
+
+def hold_in_the_run_directory() -> None:
+    from otb.records import RunDirectory
+
+    append, publish = RunDirectory.append, RunDirectory.publish_checkpoint
+
+    @wraps(append)
+    def append_and_hold(self, file, row):
+        append(self, file, row)
+        if file == self.metrics_file:
+            hold(f"row {row['step']}", self.path.name)
+
+    @wraps(publish)
+    def publish_and_hold(self, written, step):
+        final = publish(self, written, step)
+        hold(f"checkpoint {step}", self.path.name)
+        return final
+
+    RunDirectory.append, RunDirectory.publish_checkpoint = append_and_hold, publish_and_hold
+
+
+def hold_in_torch_save() -> None:
+    import torch
+
+    save = torch.save
+
+    @wraps(save)
+    def hold_and_save(what, file, *args, **kwargs):
+        hold(f"writing {Path(str(file)).name}")
+        return save(what, file, *args, **kwargs)
+
+    torch.save = hold_and_save
+
+
+def hold_in_the_warm_start() -> None:
+    from experiments.progress import Progress
+
+    shown = Progress.warm_start
+
+    @wraps(shown)
+    def show_and_hold(self, step, *args):
+        shown(self, step, *args)
+        hold(f"warm start {step}")
+
+    Progress.warm_start = show_and_hold

@@ -1,0 +1,27 @@
+"""When two runs are the same: everything that they left, time and memory aside."""
+
+import pandas as pd
+
+from otb.records import RunDirectory
+from tests.support.commands import rows, without_times
+
+COMPARED = {"model.safetensors", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "baseline.pt"}
+
+
+def assert_same_run(interrupted, uninterrupted):
+    """Metrics and evaluations (time and memory aside), samples, checkpoints, weights and optimizer state are equal."""
+    mine, other = RunDirectory(interrupted), RunDirectory(uninterrupted)
+    assert mine.status()["state"] == other.status()["state"] == "finished"
+    steps = [row["step"] for row in rows(mine.metrics_file)]
+    assert steps == list(range(1, other.status()["step"] + 1)), "a step stands twice or is missing"
+    assert without_times(mine.metrics_file) == without_times(other.metrics_file)
+    assert without_times(mine.evaluations_file) == without_times(other.evaluations_file)
+    assert mine.checkpoint_steps() == other.checkpoint_steps()
+    for step in mine.checkpoint_steps():
+        files = {path.name for path in other.checkpoint(step).iterdir()}
+        assert {path.name for path in mine.checkpoint(step).iterdir()} == files
+        for name in files & COMPARED:
+            assert (mine.checkpoint(step) / name).read_bytes() == (other.checkpoint(step) / name).read_bytes(), name
+    for sample in other.rollouts.iterdir():
+        pd.testing.assert_frame_equal(pd.read_parquet(mine.rollouts / sample.name), pd.read_parquet(sample))
+    assert not [path.name for path in mine.path.rglob(".*")], "half-written files are left behind"

@@ -1,0 +1,32 @@
+"""Waiting for events: what a test waits for comes within milliseconds, or on a loaded machine within minutes."""
+
+import time
+from collections.abc import Callable
+
+# The generous end of every wait. Nothing in the suite is expected to take so long: whoever reaches it waits in vain.
+PATIENCE_SECONDS = 900.0
+
+
+def wait_for(condition: Callable[[], object], process=None) -> None:
+    """Returns when `condition()` is true. Raises AssertionError after PATIENCE_SECONDS.
+
+    process: of multiprocessing or subprocess; once it has ended, nothing is going to happen any more, and the wait is
+    over at once.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        ended = has_ended(process)
+        if condition():  # it may have come true just before the end
+            return
+        assert not ended, f"the process ended with exit code {ended_with(process)} before what was waited for"
+        assert time.monotonic() < deadline, f"waited in vain for {PATIENCE_SECONDS:g} s"
+        time.sleep(0.005)
+
+
+def has_ended(process) -> bool:
+    return process is not None and ended_with(process) is not None
+
+
+def ended_with(process) -> int | None:
+    """The exit code, None while it runs."""
+    return process.poll() if hasattr(process, "poll") else process.exitcode

@@ -1,0 +1,104 @@
+"""Names of run directories: what is typed is what is seen, and no two commands share a directory."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from experiments.identity import difference, run_path
+
+CHOICES = {"task": "arithmetic", "model": "tiny", "baseline": "otb"}
+
+
+def path(runs_dir, *overrides: str):
+    cfg = OmegaConf.create({"runs_dir": str(runs_dir), "group_size": 4, "seed": 0})
+    return run_path(cfg, list(overrides), CHOICES)
+
+
+def name(*overrides: str) -> str:
+    return path("runs", *overrides).name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "otb-n4-seed0"),
+        (["log_energy=True"], "otb-n4-seed0-log_energy=True"),
+        (["baseline=otb", "group_size=4", "seed=0", "task=arithmetic", "model=tiny"], "otb-n4-seed0"),
+        (["steps=500", "runs_dir=x", "rollouts.every=5", "trainer.report_to=wandb"], "otb-n4-seed0"),
+        (["learning_rate=1e-3", "++baseline.tail=carry"], "otb-n4-seed0-baseline.tail=carry-learning_rate=1e-3"),
+        (["experiment=stability"], "otb-n4-seed0-experiment=stability"),
+        (["task@task.evaluation=aime25"], "otb-n4-seed0-task_task.evaluation=aime25"),
+        (["task._target_=tests.support.Parity"], "otb-n4-seed0-task._target_=tests.support.Parity"),
+    ],
+)  # fmt: skip
+def test_a_short_name_is_what_was_typed_and_stays_what_it_was(overrides, expected):
+    assert name(*overrides) == expected
+    assert path("runs", *overrides).parts[:2] == ("runs", "arithmetic-tiny")
+
+
+def test_a_folder_or_hub_id_is_shown_by_its_last_part_with_a_digest_of_all_of_it():
+    local = name("model.name=/home/someone/models/SmolLM2-135M", "model.rollouts_per_forward=4")
+    shown, digest = local.rsplit("-", 1)
+    assert shown == "otb-n4-seed0-model.name=SmolLM2-135M-model.rollouts_per_forward=4"
+    assert len(digest) == 8 and int(digest, 16) >= 0
+    assert name("model.name=Qwen/Qwen2.5-0.5B").startswith("otb-n4-seed0-model.name=Qwen2.5-0.5B-")
+    assert name("model.name='/models/a b/'").startswith("otb-n4-seed0-model.name=a_b-")
+
+
+def test_a_long_name_keeps_whole_pairs_and_cuts_long_values():
+    overrides = [f"task.system_prompt={'word_' * 40}", "task.train_prompts=10", "trainer.beta=0.1"]
+    overrides += [f"trainer.option_number_{i}=0.123456789" for i in range(9)]
+    long = name(*overrides)
+    assert len(long) <= len("otb-n4-seed0") + 120
+    pairs = long.removeprefix("otb-n4-seed0-").rsplit("-", 1)[0].split("-")
+    assert pairs[:2] == ["task.system_prompt=word_word_word_word_word_word_wo", "task.train_prompts=10"]
+    assert all(pair in [pairs[0], *overrides] for pair in pairs)  # none is cut in its middle
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (["task.path=/a/data"], ["task.path=/b/data"]),
+        (["task.path=/a/b"], ["task.path=_a_b"]),
+        (["model.lora.target_modules=[q,v]"], ["model.lora.target_modules=_q,v"]),
+        (["task.system_prompt=" + "x" * 200], ["task.system_prompt=" + "x" * 201]),
+        (["a=1", "b=2"], ["a=1-b=2"]),
+        (["a=1", "~b"], ["a=1-b"]),
+        ([f"key_number_{i}=1" for i in range(20)], [f"key_number_{i}=1" for i in range(21)]),
+        (["model.name=x/y"], ["model.name=z/y"]),
+    ],
+)
+def test_different_overrides_never_share_a_name(one, other):
+    assert name(*one) != name(*other)
+
+
+def test_a_name_does_not_depend_on_the_order_of_the_overrides():
+    overrides = ["task.path=/data/gsm8k", "learning_rate=1e-3", "trainer.beta=0.1"]
+    assert name(*overrides) == name(*reversed(overrides))
+
+
+def test_a_run_under_the_long_name_that_earlier_versions_gave_it_is_found_again(tmp_path):
+    folder = tmp_path / "arithmetic-tiny"
+    command = ["model.name=/home/someone/SmolLM2", "task.train_prompts=10"]
+    new = path(tmp_path, *command)
+    former = folder / "otb-n4-seed0-model.name=_home_someone_SmolLM2-task.train_prompts=10"
+    assert new.parent == folder and new != former
+    former.mkdir(parents=True)
+    assert path(tmp_path, *command) == new  # an empty folder is no run
+    (former / "config.yaml").touch()
+    assert path(tmp_path, *command) == former
+    longer = [*command, *(f"trainer.option_number_{i}=1" for i in range(9))]
+    cut = f"{former.name}-trainer.option_number_0=1-trainer.option_num-c63bdaed14"
+    (folder / cut).mkdir()
+    (folder / cut / "config.yaml").touch()
+    assert path(tmp_path, *longer).name == cut
+
+
+def test_configurations_differ_in_what_identifies_a_run_and_in_nothing_else():
+    old = {"steps": 80, "seed": 0, "model": {"name": "tiny", "lora": {}}, "rollouts": {"every": 20}}
+    assert difference(old, {**old, "steps": 500, "rollouts": {"every": 1}, "runs_dir": "elsewhere"}) == []
+    new = {**old, "seed": 1, "model": {"name": "tiny", "lora": {"r": 4}}}
+    assert difference(old, new) == [
+        "model.lora: {} -> (absent)",
+        "model.lora.r: (absent) -> 4",
+        "seed: 0 -> 1",
+    ]

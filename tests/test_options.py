@@ -1,0 +1,60 @@
+"""The batches of a step: how its rollouts are divided over processes and forwards, and what is refused."""
+
+import pytest
+
+from otb.options import Batches, batches, refuse_broken_groups
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group_size", "processes", "rollouts_per_forward", "expected"),
+    [
+        (16, 4, 1, None, Batches(local=64, forward=64, accumulation=1)),
+        (16, 4, 1, 8, Batches(local=64, forward=8, accumulation=8)),
+        (16, 4, 8, 8, Batches(local=8, forward=8, accumulation=1)),
+        (16, 4, 8, 32, Batches(local=8, forward=8, accumulation=1)),  # more than a process has
+        (3, 1, 3, 1, Batches(local=1, forward=1, accumulation=1)),
+    ],
+)
+def test_a_step_is_divided_into_processes_and_forwards(prompts, group_size, processes, rollouts_per_forward, expected):
+    assert batches(prompts, group_size, processes, rollouts_per_forward) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((3, 1, 2, None), "3 x group_size=1 = 3 rollouts do not divide over 2 processes. Try prompts_per_step=2."),
+        ((1, 2, 8, None), "1 x group_size=2 = 2 rollouts do not divide over 8 processes. Try prompts_per_step=4."),
+        ((16, 4, 1, 5), "rollouts_per_forward=5 must divide the 64 rollouts of a process. Try model.rollouts_per_fo"),
+        ((16, 4, 1, 0), "rollouts_per_forward=0 must divide the 64 rollouts of a process. Try model.rollouts_per_fo"),
+        ((16, 4, 1, 2.0), "rollouts_per_forward=2.0 must divide the 64 rollouts"),
+        ((16, 4, 1, True), "rollouts_per_forward=True must divide the 64 rollouts"),
+    ],
+)
+def test_a_division_with_a_rest_is_refused_with_one_that_has_none(arguments, said):
+    with pytest.raises(ValueError) as refused:
+        batches(*arguments)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("divided", "processes", "said"),
+    [
+        (Batches(64, 64, 1), 1, "a step has 1 of 64 rollouts in groups of 4. Try model.rollouts_per_forward=32."),
+        (Batches(64, 2, 32), 1, "a step has 32 of 2 rollouts in groups of 4. Try model.rollouts_per_forward=32."),
+        (Batches(4, 4, 1), 1, "a step has 1 of 4 rollouts in groups of 4. Try prompts_per_step=4."),
+    ],
+)
+def test_micro_batches_that_break_prompt_groups_are_refused(divided, processes, said):
+    with pytest.raises(ValueError) as refused:
+        refuse_broken_groups(divided, 4, processes)
+    assert said in str(refused.value)
+
+
+def test_two_micro_batches_of_whole_groups_pass_on_one_process_or_on_two():
+    refuse_broken_groups(Batches(64, 32, 2), 4, 1)
+    refuse_broken_groups(Batches(64, 64, 1), 4, 2)
+
+
+def test_a_caller_may_name_its_own_fix():
+    with pytest.raises(ValueError, match="groups of 4. Set this."):
+        refuse_broken_groups(Batches(64, 64, 1), 4, 1, fix="Set this.")

@@ -1,0 +1,87 @@
+"""Recipes, conf/experiment/*.yaml: every value of theirs reaches the runs, and the command line wins over them."""
+
+import re
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from experiments.checks import check
+from hydra_plugins.otb_launchers import Sweeper
+from tests.support.commands import ROOT
+
+RECIPES = {path.stem: path for path in sorted((ROOT / "conf" / "experiment").glob("*.yaml"))}
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", overrides=list(overrides), return_hydra_config=True)
+
+
+def written(recipe: str) -> dict:
+    """The recipe's file as it stands."""
+    return OmegaConf.to_container(OmegaConf.load(RECIPES[recipe]), resolve=False)
+
+
+def leaves(node: dict, prefix: str = "") -> dict:
+    """{"evaluation": {"samples": 32}} -> {"evaluation.samples": 32}."""
+    flat = {}
+    for key, value in node.items():
+        flat |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def runs_of(cfg) -> list[list[str]]:
+    """The overrides of every run that `-m experiment=RECIPE` makes."""
+    params = OmegaConf.to_container(cfg.hydra.sweeper.params)
+    overrides = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in params.items()])
+    (batch,) = Sweeper.split_arguments(overrides, None)
+    return batch
+
+
+def test_there_are_recipes():
+    assert {"group_size", "stability", "paper_single_turn", "paper_tool_use"} <= RECIPES.keys()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_value_of_a_recipe_is_the_one_that_its_runs_have(recipe):
+    content = written(recipe)
+    defaults = content.pop("defaults", [])
+    cfg = composed(f"experiment={recipe}")
+    expected = leaves(content)
+    assert expected, "a recipe that sets nothing"
+    assert {key: OmegaConf.select(cfg, key) for key in expected} == expected
+    chosen = {key.removeprefix("override /"): choice for default in defaults for key, choice in default.items()}
+    assert {group: cfg.hydra.runtime.choices[group] for group in chosen} == chosen
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_command_line_wins_over_every_plain_value_of_a_recipe(recipe):
+    content = written(recipe)
+    values = {key: value for key, value in leaves(content).items() if type(value) is int}
+    cfg = composed(f"experiment={recipe}", *(f"{key}={value + 7}" for key, value in values.items()))
+    assert {key: OmegaConf.select(cfg, key) for key in values} == {key: value + 7 for key, value in values.items()}
+    assert composed(f"experiment={recipe}", "task=gsm8k").hydra.runtime.choices["task"] == "gsm8k"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_run_of_a_recipe_would_start(recipe):
+    cfg = composed(f"experiment={recipe}")
+    processes = 8 if recipe.startswith("paper_") else 1  # their commands name slurm_8gpu
+    runs = runs_of(cfg)
+    for overrides in runs:
+        check(composed(f"experiment={recipe}", *overrides), processes)
+    stated = re.search(r"(\d+) runs", RECIPES[recipe].read_text())
+    assert stated is None or int(stated[1]) == len(runs)
+
+
+def test_a_recipe_changes_only_what_it_names():
+    """config.yaml's own values stand where a recipe says nothing, and without a recipe."""
+    plain, stability = composed(), composed("experiment=stability")
+    for cfg in (plain, stability):
+        OmegaConf.set_struct(cfg, False)
+        del cfg["hydra"]
+    assert (plain.steps, stability.steps) == (80, 120)
+    stability.steps = plain.steps
+    assert stability == plain
