@@ -31,6 +31,7 @@ from otb.errors import RunError
 from otb.files import sha256_of
 from otb.records import write_atomically
 
+PATHS = ("checkpoint", "run", "model.name")  # keys whose value may be the folder of a run or of its checkpoint
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
 SMALLEST = {  # of the keys that are whole numbers
@@ -134,10 +135,10 @@ def command_line(arguments: list[str]) -> None:
 def quoted(argument: str) -> str:
     """Quotes the path in `checkpoint=PATH` for Hydra, since names of runs have `=` in them."""
     key, _, value = argument.partition("=")
-    if key != "checkpoint" or value in ("", "null") or value[0] in "'\"":
+    if key not in PATHS or value in ("", "null") or value[0] in "'\"":
         return argument
     escaped = value.replace("'", "\\'")
-    return f"checkpoint='{escaped}'"
+    return f"{key}='{escaped}'"
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ LIGHT = [
     "otb.tasks.maths",
     "experiments.planning.fit",
     "experiments.plan",
+    "experiments.evaluate",
     "experiments.run",
     "experiments.run_lock",
     "experiments.checks",

@@ -1,4 +1,4 @@
-"""The real commands in processes that tests may kill: `experiments/run.py` and `experiments/variance.py`.
+"""The real commands in processes that tests may kill: `run.py`, `variance.py` and `evaluate.py` in experiments/.
 
 They are forked from a server that has imported torch.
 
@@ -32,6 +32,9 @@ PRELOAD = [
     "experiments.variance",
     "experiments.laboratory",
     "analysis.run_picture",
+    "experiments.evaluate",
+    "experiments.evaluation.evaluator",
+    "experiments.evaluation.report",
     "tests.support.parity_task",
     "tests.support.commands",
 ]
