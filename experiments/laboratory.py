@@ -195,5 +195,5 @@ def judged(cfg: DictConfig, names: list[str], files: Measurements, pool, steps: 
     reference = estimators[REFERENCE, max(sizes)]
     tasks = zip(range(cfg.prompts), files.judged, files.bounds, strict=True)
     given = (estimators, reference, cfg.partitions)
-    futures = (pool.submit(workers.judge_prompt, index, file, *given, bound) for index, file, bound in tasks)
+    futures = (pool.submit(workers.prompt_moments, index, file, *given, bound) for index, file, bound in tasks)
     return pd.DataFrame([row for rows in steps.follow("estimators", cfg.prompts, futures) for row in rows])

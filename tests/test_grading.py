@@ -166,7 +166,7 @@ def test_the_shortcut_for_numbers_agrees_with_math_verify():
     try:
         for answer, reference in pairs:
             quick = grading._grade_cheaply(answer, reference)
-            slow, _ = process.judge(normalised(answer), normalised(reference))
+            slow, _ = process.compare(normalised(answer), normalised(reference))
             assert quick is not None and quick.outcome == slow, (answer, reference)
     finally:
         process.close()
@@ -238,22 +238,22 @@ def test_grading_works_in_threads_and_in_a_forked_process():
 
 def test_a_grader_process_that_dies_is_an_error_and_is_replaced():
     pool = GraderPool(size=1)
-    assert pool.judge("\\sqrt{4}", "2") == ("correct", "")
+    assert pool.compare("\\sqrt{4}", "2") == ("correct", "")
     pool.idle[0].child.kill()  # while idle: replaced unnoticed
     pool.idle[0].child.wait()
-    assert pool.judge("\\sqrt{4}", "2") == ("correct", "")
+    assert pool.compare("\\sqrt{4}", "2") == ("correct", "")
     killer = threading.Timer(0.3, pool.idle[0].child.kill)  # in the middle of a comparison
     killer.start()
-    verdict, detail = pool.judge("9^{9^{9^9}}", "2")
+    verdict, detail = pool.compare("9^{9^{9^9}}", "2")
     assert (verdict, detail) == ("error", "the grader process ended with code -9")
-    assert pool.judge("\\sqrt{4}", "2") == ("correct", "")
+    assert pool.compare("\\sqrt{4}", "2") == ("correct", "")
     pool.close()
 
 
 def test_a_grader_process_ends_with_its_parent_even_amid_an_endless_comparison():
     code = (
         "import os, threading, time; from otb.tasks.grader_process import GraderProcess; g = GraderProcess()\n"
-        "threading.Thread(target=g.judge, args=('9^{9^{9^9}}', '2'), daemon=True).start(); time.sleep(0.2)\n"
+        "threading.Thread(target=g.compare, args=('9^{9^{9^9}}', '2'), daemon=True).start(); time.sleep(0.2)\n"
         "print(g.child.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
