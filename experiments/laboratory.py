@@ -209,5 +209,5 @@ def judged(cfg: DictConfig, names: list[str], files: Measurements, pool, steps: 
     reference = estimators[REFERENCE, max(sizes)]
     prompts = zip(range(cfg.prompts), files.judged, files.bounds, strict=True)
     comparison = (estimators, reference, cfg.partitions)
-    futures = (pool.submit(workers.judge_prompt, index, file, *comparison, bound) for index, file, bound in prompts)
+    futures = (pool.submit(workers.prompt_moments, index, file, *comparison, bound) for index, file, bound in prompts)
     return pd.DataFrame([row for rows in steps.follow("estimators", cfg.prompts, futures) for row in rows])

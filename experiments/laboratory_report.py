@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from analysis.laboratory import draw_all
 from otb.laboratory.estimators import Prompt
-from otb.laboratory.moments import judge
+from otb.laboratory.moments import estimator_statistics
 from otb.laboratory.proxy import proxy_quality, proxy_table
 
 RESULTS, MOMENTS_FILE, PROXY, TOKENS = "estimators.csv", "moments.csv", "proxy.csv", "tokens.parquet"
@@ -22,7 +22,7 @@ def report(rows: pd.DataFrame, prompts: list[Prompt], folder: Path) -> None:
 
     rows: moments per prompt, estimator and group size; prompts: those that have exact scores.
     """
-    results, tokens = judge(rows), proxy_table(prompts)
+    results, tokens = estimator_statistics(rows), proxy_table(prompts)
     quality = proxy_quality(tokens)
     rows.to_csv(folder / MOMENTS_FILE, index=False)
     results.to_csv(folder / RESULTS, index=False)

@@ -1,4 +1,4 @@
-"""From a baseline to advantages: (return - baseline) / scale on own tokens, 0 elsewhere. Called by the trainer."""
+"""Turns a baseline into advantages: (return - baseline) / scale on own tokens, 0 elsewhere. Called by the trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from otb.rollouts import RolloutGroups
 
 
 def advantages(rollouts: RolloutGroups, baseline: Baseline | Tensor) -> Tensor:
-    """Advantage per own token.
+    """Returns the advantage of every own token.
 
     baseline: value (and scale) broadcastable to (P, G, T) -> (P, G, T), or (P, G, 1) where neither the returns nor the
     baseline differ between the tokens of a rollout. An unscored rollout has advantage 0: it carries no signal.

@@ -1,4 +1,4 @@
-"""`python -m otb.conformance FILE.npz`: the formula and the trainer's form against a file of reference vectors.
+"""`python -m otb.conformance FILE.npz` compares the formula and the trainer's form with a file of reference vectors.
 
 The file holds outputs of the reference implementation (verl, `optimal_token_baseline` and `tir_optimal_token_baseline`)
 in float64; the format is described in docs/conformance.md. Exit status 1 when a case disagrees.
@@ -26,7 +26,7 @@ TRAINER_TOLERANCE = 1e-5  # float32, relative to the spread of the returns
 
 @dataclass(frozen=True)
 class Case:
-    """One reference case; rows of a group are scattered over the batch, as in a real one. Shapes (B, C)."""
+    """One reference case, whose groups are scattered over the batch as in a real one. Shapes (B, C)."""
 
     name: str
     rewards: Tensor
@@ -41,7 +41,7 @@ class Case:
 
 
 def load_cases(path: str) -> Iterator[Case]:
-    """Cases of a reference file. Raises ValueError for a file of another format."""
+    """Yields the cases of a reference file. Raises ValueError for a file of another format."""
     with np.load(path) as arrays:
         if "meta" not in arrays:
             raise ValueError(f"{path} has no key 'meta' but {sorted(arrays)[:5]}; see docs/conformance.md.")
@@ -64,12 +64,12 @@ def load_cases(path: str) -> Iterator[Case]:
 
 
 def returns_to_go(rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """G_t = sum of the own tokens' rewards from t on. rewards, response_mask (B, C) -> (B, C)."""
+    """Returns G_t = sum of the own tokens' rewards from t on. rewards, response_mask (B, C) -> (B, C)."""
     return (rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
 
 
 def literal_advantages(case: Case, eps: float = 1e-8) -> Tensor:
-    """The paper's formula as it is written, token by token, in the precision of the case -> (B, C)."""
+    """Computes the paper's formula as it is written, token by token, in the precision of the case -> (B, C)."""
     w = (1 - 2 * case.log_probs.exp() + case.sum_pi_squared) * case.rho.square() * case.response_mask
     returns = returns_to_go(case.rewards, case.response_mask)
     result = torch.zeros_like(returns)
@@ -93,7 +93,7 @@ def literal_advantages(case: Case, eps: float = 1e-8) -> Tensor:
 
 
 def trainer_advantages(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same through the code that trains: packed, vectorised, non-negative w, in `dtype` -> (B, C)."""
+    """Computes the same by the code that trains: packed, vectorised, non-negative w, in `dtype` -> (B, C)."""
     rows = case.group.argsort(stable=True)  # whole groups, contiguous
     sizes = case.group.unique(return_counts=True)[1]
     own = OwnTokens(case.response_mask[rows])
@@ -116,7 +116,8 @@ def trainer_advantages(case: Case, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m otb.conformance", description=__doc__.split("\n\n")[0])
+    """Prints the largest errors of every case. Returns the exit status, 1 where a case disagrees."""
+    parser = argparse.ArgumentParser(prog="python -m otb.conformance", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("file", help="an .npz file of reference vectors")
     path = parser.parse_args(argv).file
     print(

@@ -1,6 +1,6 @@
 """Exact squared score norms over all trainable parameters, by backward passes: the yardstick of the proxy.
 
-`scores` gives weighted sums of the tokens' scores s_t = d log pi_t / d parameters; norms of sequences and of prefixes
+`scores` returns weighted sums of the tokens' scores s_t = d log pi_t / d parameters; norms of sequences and of prefixes
 are norms of such sums. Called by the trainer for baselines that declare sequence_norms or prefix_norms; small models.
 """
 
@@ -14,31 +14,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from otb.errors import RunError
 
-MOST_PARAMETERS = 50_000_000  # trainable
-NUMBERS_AT_ONCE = 32_000_000  # of the scores held together, 128 MB in float32
+MOST_PARAMETERS = 50_000_000  # trainable ones
+NUMBERS_AT_ONCE = 32_000_000  # held together by the scores of one chunk: 128 MB in float32
 
 
 class TooManyParameters(RunError, ValueError):
-    """Exact norms are asked of a policy that is too large for them, or that has nothing to train."""
+    """A policy is too large for exact norms, or has nothing to train."""
 
 
 def sequence_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float, weights=None) -> Tensor:
-    """||sum_t weights_t s_t||^2 per rollout, one backward each.
+    """Returns ||sum_t weights_t s_t||^2 per rollout, by one backward each.
 
     ids, attention_mask (B, L): prompts with responses, padded anywhere. own (B, L) bool, True = own token. weights
-    (B, L) float: of the tokens' scores, rho under importance sampling; None = 1 -> (B,) float32. What is trainable in
-    `model` counts, and it should be in evaluation mode. Raises TooManyParameters.
+    (B, L) float: of the tokens' scores, rho under importance sampling; None = 1 -> (B,) float32. The parameters of
+    `model` that are trainable count, and it should be in evaluation mode. Raises TooManyParameters.
     """
     parameters, norms = trainable(model), []
     for row in range(len(ids)):
         log_probs = own_log_probs(model, ids[row], attention_mask[row], own[row], temperature)
-        given = torch.ones_like(log_probs) if weights is None else weights[row][own[row]].to(log_probs)
-        norms.append(squared_norms(scores(log_probs, parameters, given.unsqueeze(0)))[0])
+        rho = torch.ones_like(log_probs) if weights is None else weights[row][own[row]].to(log_probs)
+        norms.append(squared_norms(scores(log_probs, parameters, rho.unsqueeze(0)))[0])
     return torch.stack(norms)
 
 
 def prefix_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float, weights=None) -> Tensor:
-    """||sum_{j<=t} weights_j s_j||^2 for every own token t, one backward each.
+    """Returns ||sum_{j<=t} weights_j s_j||^2 for every own token t, by one backward each.
 
     Arguments as in `sequence_norms` -> (B, T), packed: own tokens first; the last value is kept after the last one.
     """
@@ -46,17 +46,17 @@ def prefix_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temper
     norms = torch.zeros(len(ids), int(own_tokens.max()) if len(ids) else 0, device=ids.device)
     for row, length in enumerate(own_tokens.tolist()):
         log_probs = own_log_probs(model, ids[row], attention_mask[row], own[row], temperature)
-        given = torch.ones_like(log_probs) if weights is None else weights[row][own[row]].to(log_probs)
-        prefixes = given.expand(length, length).tril()  # row t: the weights of the tokens up to t
+        rho = torch.ones_like(log_probs) if weights is None else weights[row][own[row]].to(log_probs)
+        prefixes = rho.expand(length, length).tril()  # row t: the weights of the tokens up to t
         done = 0
-        for some in in_chunks(prefixes, parameters):
-            norms[row, done : done + len(some)] = squared_norms(scores(log_probs, parameters, some))
-            done += len(some)
+        for chunk in in_chunks(prefixes, parameters):
+            norms[row, done : done + len(chunk)] = squared_norms(scores(log_probs, parameters, chunk))
+            done += len(chunk)
     return kept_after_end(norms, own_tokens)
 
 
 def kept_after_end(norms: Tensor, lengths: Tensor) -> Tensor:
-    """Norms of prefixes (..., T) with the last own token's value at t >= lengths (...); 0 without own tokens."""
+    """Returns norms of prefixes (..., T) with the last own token's value, or 0 without one, at t >= lengths (...)."""
     if not norms.shape[-1]:
         return norms
     last = norms.gather(-1, (lengths.long() - 1).clamp(min=0).unsqueeze(-1))
@@ -64,13 +64,13 @@ def kept_after_end(norms: Tensor, lengths: Tensor) -> Tensor:
 
 
 def scores(log_probs: Tensor, parameters: list[Tensor], weights: Tensor) -> list[Tensor]:
-    """sum_t weights_kt s_t for each k: a tensor (K, *shape) per parameter. log_probs (T,), weights (K, T).
+    """Returns sum_t weights_kt s_t for each k: a tensor (K, *shape) per parameter. log_probs (T,), weights (K, T).
 
     Rows of ones give the sequence's score, the identity each token's, a lower triangle the prefixes'. The graph stays.
     """
     if len(weights) == 1:  # without the detour through vmap
-        found = torch.autograd.grad(log_probs, parameters, weights[0], retain_graph=True, materialize_grads=True)
-        return [gradient.unsqueeze(0) for gradient in found]
+        gradients = torch.autograd.grad(log_probs, parameters, weights[0], retain_graph=True, materialize_grads=True)
+        return [gradient.unsqueeze(0) for gradient in gradients]
     return list(
         torch.autograd.grad(
             log_probs, parameters, weights, is_grads_batched=True, retain_graph=True, materialize_grads=True
@@ -78,14 +78,21 @@ def scores(log_probs: Tensor, parameters: list[Tensor], weights: Tensor) -> list
     )
 
 
-def squared_norms(found: list[Tensor]) -> Tensor:
-    """Squared norms over all parameters. Tensors (K, ...) -> (K,) float32, summed in float64 where there is one."""
-    dtype = torch.float32 if found[0].device.type == "mps" else torch.float64
-    return sum(torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=dtype).square() for each in found).float()
+def squared_norms(vectors: list[Tensor]) -> Tensor:
+    """Returns squared norms over all parameters. A tensor (K, ...) per parameter -> (K,) float32.
+
+    They are summed in float64 where the device has it.
+    """
+    dtype = torch.float32 if vectors[0].device.type == "mps" else torch.float64
+    squares = [torch.linalg.vector_norm(vector.flatten(1), dim=1, dtype=dtype).square() for vector in vectors]
+    return sum(squares[1:], start=squares[0]).float()
 
 
 def own_log_probs(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float) -> Tensor:
-    """log pi of the own tokens of one rollout, with a graph. ids, attention_mask, own (L,) -> (T,) float32 at least."""
+    """Returns log pi of the own tokens of one rollout, with a graph. ids, attention_mask, own (L,) -> (T,).
+
+    In float32 at least.
+    """
     kept = attention_mask.bool()
     ids, own = ids[kept], own[kept]
     if not own.any():
@@ -97,13 +104,13 @@ def own_log_probs(model, ids: Tensor, attention_mask: Tensor, own: Tensor, tempe
 
 
 def in_chunks(weights: Tensor, parameters: list[Tensor]) -> Iterator[Tensor]:
-    """Rows of `weights` in blocks whose scores take at most NUMBERS_AT_ONCE numbers."""
+    """Yields the rows of `weights` in blocks whose scores take at most NUMBERS_AT_ONCE numbers."""
     numbers = sum(parameter.numel() for parameter in parameters)
     yield from weights.split(max(1, NUMBERS_AT_ONCE // numbers)) if len(weights) else ()
 
 
 def trainable(model) -> list[Tensor]:
-    """The parameters with requires_grad. Raises TooManyParameters, for none as well."""
+    """Returns the parameters with requires_grad. Raises TooManyParameters, for none as well."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in parameters)
     if not 0 < numbers <= MOST_PARAMETERS:

@@ -1,4 +1,4 @@
-"""Per-step statistics of the rollouts and of the advantages really used. Pure; the trainer logs what they return.
+"""Pure functions that return statistics of a step's rollouts and of the advantages used; the trainer logs them.
 
 The names are those of `otb.records.METRICS`, which holds units and definitions. What cannot be measured is left out.
 """
@@ -12,7 +12,7 @@ from otb.rollouts import RolloutGroups
 
 
 def length_metrics(own_tokens: Tensor) -> dict[str, float]:
-    """own_tokens (B,) int: tokens that the policy sampled, of rollouts that the loss masks too."""
+    """Returns sums and lengths of own tokens (B,) int, those of rollouts that the loss masks included."""
     return {
         "own_tokens": int(own_tokens.sum()),
         "response_length_mean": own_tokens.float().mean().item(),
@@ -21,8 +21,8 @@ def length_metrics(own_tokens: Tensor) -> dict[str, float]:
 
 
 def reward_metrics(rollouts: RolloutGroups) -> dict[str, float]:
-    """Rewards of a step; nothing but `unscored` where no rollout was scored."""
-    metrics = {}
+    """Returns statistics of the rewards of a step; nothing but `unscored` where no rollout was scored."""
+    metrics: dict[str, float] = {}
     if rollouts.scored.any():
         rewards = rollouts.rewards[rollouts.scored]
         lowest = rollouts.rewards.masked_fill(~rollouts.scored, float("inf")).amin(1)
@@ -39,7 +39,7 @@ def reward_metrics(rollouts: RolloutGroups) -> dict[str, float]:
 
 
 def advantage_metrics(rollouts: RolloutGroups, baseline: Baseline | Tensor, advantages: Tensor) -> dict[str, float]:
-    """Statistics of the advantages (P, G, T or 1) and of the baseline, each own token counting once."""
+    """Returns statistics of the advantages (P, G, T or 1) and of the baseline; each own token counts once."""
     value = baseline.value if isinstance(baseline, Baseline) else baseline
     if advantages.shape[-1] == 1:  # one value per rollout stands for each of its own tokens
         weight = (rollouts.lengths * rollouts.scored).unsqueeze(-1).to(advantages.dtype)
@@ -47,7 +47,7 @@ def advantage_metrics(rollouts: RolloutGroups, baseline: Baseline | Tensor, adva
         weight = rollouts.alive.to(advantages.dtype)
     if not (count := weight.sum()):
         return {}
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, values in (("advantage", advantages), ("baseline", value.expand(advantages.shape))):
         mean = (values * weight).sum() / count
         variance = ((values - mean).square() * weight).sum() / count
@@ -57,15 +57,16 @@ def advantage_metrics(rollouts: RolloutGroups, baseline: Baseline | Tensor, adva
 
 
 def energy_metrics(rollouts: RolloutGroups, advantages: Tensor) -> dict[str, float]:
-    """Realized energy per scored rollout and the token-diagonal power sum_t w_t A_t^2, whatever the baseline.
+    """Returns realized energy per scored rollout and the token-diagonal power sum_t w_t A_t^2, for any baseline.
 
     verl averages a token-level advantage to one scalar per rollout first, and its power is W_T times that squared: not
     the power of these advantages, and logged beside it.
     """
     if not rollouts.scored.any():
         return {}
-    energy = rollouts.score_norms.sum(-1)[rollouts.scored]
-    power = (rollouts.score_norms * advantages.square()).sum(-1)[rollouts.scored]
+    score_norms = rollouts.required("score_norms")
+    energy = score_norms.sum(-1)[rollouts.scored]
+    power = (score_norms * advantages.square()).sum(-1)[rollouts.scored]
     tokens = rollouts.lengths.clamp(min=1) if advantages.shape[-1] > 1 else 1
     averaged = (advantages.sum(-1) / tokens)[rollouts.scored]
     return {

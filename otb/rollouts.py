@@ -15,8 +15,22 @@ import torch
 from torch import Tensor
 
 
+class MeasuredOnRequest:
+    """Fields that are None unless the baseline declares that it needs them."""
+
+    def required(self, name: str) -> Tensor:
+        """Returns such a field. Raises ValueError where it is None."""
+        values = getattr(self, name)
+        if values is None:
+            raise ValueError(
+                f"{name}=None: what a baseline needs is measured only if it declares it. Use "
+                f"@declare(needs={{{name!r}}})."
+            )
+        return values
+
+
 @dataclass(frozen=True)
-class RolloutGroups:
+class RolloutGroups(MeasuredOnRequest):
     """P prompt groups of G rollouts with up to T own tokens each.
 
     Args:
@@ -113,13 +127,11 @@ class RolloutGroups:
     @cached_property
     def energy(self) -> Tensor:
         """(P, G, T): realized energy W_t = sum_{j<=t} w_j; it keeps its last value after the last own token."""
-        if self.score_norms is None:
-            raise ValueError("Realized energy needs score_norms; declare needs={'score_norms'} on the baseline.")
-        return self.score_norms.cumsum(-1)
+        return self.required("score_norms").cumsum(-1)
 
 
 @dataclass(frozen=True)
-class TokenStates:
+class TokenStates(MeasuredOnRequest):
     """One micro-batch of the policy's forward, packed to own tokens; a baseline's `reduce` reads it.
 
     Hidden states are too large to be kept for a whole batch, so that `reduce` sees them micro-batch by micro-batch.

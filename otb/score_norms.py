@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def log_sum_squared_probs(logits: Tensor) -> Tensor:
-    """log sum_v pi_v^2 = logsumexp(2z) - 2 logsumexp(z). logits (..., V), temperature applied -> (...)."""
+    """Returns log sum_v pi_v^2 = logsumexp(2z) - 2 logsumexp(z). logits (..., V), temperature applied -> (...)."""
     return torch.logsumexp(2 * logits, dim=-1) - 2 * torch.logsumexp(logits, dim=-1)
 
 
 def logit_gradient_proxy(log_probs: Tensor, log_sum_sq_probs: Tensor) -> Tensor:
-    """w = 1 - 2 pi + sum pi^2 = ||e_y - pi||^2, the squared norm of d log pi(y) / d logits; in [0, 2].
+    """Returns w = 1 - 2 pi + sum pi^2 = ||e_y - pi||^2, the squared norm of d log pi(y) / d logits; in [0, 2].
 
     log_probs, log_sum_sq_probs (...), natural logarithms at the sampling temperature -> (...), float32 at least.
     Written as (1 - pi)^2 + (sum pi^2 - pi^2): both terms are non-negative, while the literal form cancels to small

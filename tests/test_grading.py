@@ -168,7 +168,7 @@ def test_the_shortcut_for_numbers_agrees_with_math_verify():
     try:
         for answer, reference in pairs:
             quick = grading._grade_cheaply(answer, reference)
-            slow, _ = process.judge(normalised(answer), normalised(reference))
+            slow, _ = process.compare(normalised(answer), normalised(reference))
             assert quick is not None and quick.outcome == slow, (answer, reference)
     finally:
         process.close()
@@ -260,16 +260,16 @@ def kill_at_work(child: subprocess.Popen, done: float) -> None:
 
 def test_a_grader_process_that_dies_is_an_error_and_is_replaced():
     pool = GraderPool(size=1)
-    assert pool.judge("\\sqrt{4}", "2") == ("correct", "")
+    assert pool.compare("\\sqrt{4}", "2") == ("correct", "")
     pool.idle[0].child.kill()  # while idle: replaced unnoticed
     pool.idle[0].child.wait()
-    assert pool.judge("\\sqrt{4}", "2") == ("correct", "")
+    assert pool.compare("\\sqrt{4}", "2") == ("correct", "")
     killer = threading.Thread(target=kill_at_work, args=[pool.idle[0].child, cpu(pool.idle[0].child.pid)])
     killer.start()
-    verdict, detail = pool.judge("9^{9^{9^9}}", "2")
+    verdict, detail = pool.compare("9^{9^{9^9}}", "2")
     killer.join()
     assert (verdict, detail) == ("error", "the grader process ended with code -9")
-    assert pool.judge("\\sqrt{4}", "2") == ("correct", "")
+    assert pool.compare("\\sqrt{4}", "2") == ("correct", "")
     pool.close()
 
 
@@ -277,7 +277,7 @@ def test_a_grader_process_ends_with_its_parent_even_amid_an_endless_comparison()
     code = (
         "import os, threading; from otb.tasks.grader_process import GraderProcess; g = GraderProcess()\n"
         "from tests.test_grading import cpu, wait_until_at_work; done = cpu(g.child.pid)\n"
-        "threading.Thread(target=g.judge, args=('9^{9^{9^9}}', '2'), daemon=True).start()\n"
+        "threading.Thread(target=g.compare, args=('9^{9^{9^9}}', '2'), daemon=True).start()\n"
         "wait_until_at_work(g.child.pid, done); print(g.child.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=PATIENCE_SECONDS)

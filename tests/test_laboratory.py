@@ -22,11 +22,11 @@ from otb.baselines.rloo import rloo
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
 from otb.laboratory.estimators import Prompt, fitted, rollout_advantages, rollout_gradients, step_groups
-from otb.laboratory.moments import judge, moments, partitions, truth
+from otb.laboratory.moments import estimator_statistics, moments, partitions, truth
 from otb.laboratory.oracle import oracle
 from otb.laboratory.proxy import correlations, proxy_quality, proxy_table, top_share
 from otb.laboratory.scores import Measured, Rollout
-from otb.laboratory.workers import energies, judge_prompt
+from otb.laboratory.workers import energies, prompt_moments
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from otb.tasks.arithmetic import Arithmetic
 from tests.support.toy_policy import LONGEST, RESPONSES, ToyPolicy
@@ -123,7 +123,7 @@ TABLE = pd.DataFrame(
 
 
 def judged(table):
-    return judge(table).set_index("estimator")
+    return estimator_statistics(table).set_index("estimator")
 
 
 def test_judgement_on_a_literal_table():
@@ -246,7 +246,7 @@ def test_prompt_keeps_prefix_norms_and_zeroes_the_rest_past_the_last_own_token()
 def test_judgement_of_a_prompt_has_a_row_per_estimator_and_size_and_the_same_groups_for_all(tmp_path):
     measured(POLICY.draw(1, 12, seed=8)[0]).save(tmp_path / "prompt.npz")
     estimators = {(name, size): rloo for name in ("one", "other") for size in (2, 3)}
-    found = pd.DataFrame(judge_prompt(4, tmp_path / "prompt.npz", estimators, POLICY.taught(PROBE, 2), 3, None))
+    found = pd.DataFrame(prompt_moments(4, tmp_path / "prompt.npz", estimators, POLICY.taught(PROBE, 2), 3, None))
     assert sorted(zip(found.estimator, found.group_size, strict=True)) == sorted(estimators)
     assert (found.prompt == 4).all() and "energy" not in found
     first, second = (found[found.estimator == name].drop(columns="estimator").to_numpy() for name in ("one", "other"))

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @declare(needs={"hidden_states", "score_norms"}, min_group_size=2, per_token=True, unbiased=False)
 class DampedProbe(RidgeProbe):
-    """Value V_t (P, G, T or 1) and scale 1 / (1 - omega_t) (P, G, T). Arguments as in `EnergyProbe`.
+    """A baseline of value V_t (P, G, T or 1) and scale 1 / (1 - omega_t) (P, G, T). Arguments as in `EnergyProbe`.
 
     Biased: omega_t depends on the tokens whose score it multiplies, so that E[omega_t (R - V_t) s_t] is not 0. Rollouts
     of much energy count less, which changes the direction as well as the length of the gradient. omega_t is 1 / N on
     average and the bias vanishes as the group grows. The only scored rollout of a group, omega = 1, has advantage 0.
-    Cost: that of the energy probe. Choose it to ask what damping is worth on its own: compare with `energy_probe`, as
+    Cost: that of the energy probe. Choose it to ask what damping alone is worth: compare it with `energy_probe`, as
     `otb` with `otb_carry_loo`.
     """
 

@@ -22,10 +22,10 @@ STRENGTHS = (float("inf"), 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)  # k of the group
 
 @declare(needs={"hidden_states", "score_norms"}, per_token=True, unbiased=True)
 class EnergyProbe(RidgeProbe):
-    """B_t = V_t, or V_t (1 + a_-i) with `group_correction`. Works with one rollout a group.
+    """A baseline B_t = V_t, or V_t (1 + a_-i) with `group_correction`, that works with one rollout a group.
 
     pseudo_rollouts: strength of the ridge, in rollouts. decay: share of the earlier sums that a step keeps.
-    group_correction: prompts differ in ways that a linear probe does not see; the other rollouts of the group tell.
+    group_correction: prompts differ in ways that a linear probe does not see, and the other rollouts of the group show.
         a_-i = sum_{j != i} U_j (R_j - U_j) / (sum_{j != i} U_j^2 + k mean U^2), with U_j an unweighted ridge on rollout
         j's last state before its end: an empirical Bayes estimate of the share by which the group's rewards exceed
         what was expected. Values and rewards are counted from the lowest reward seen. k is the strength of the grid
@@ -47,6 +47,7 @@ class EnergyProbe(RidgeProbe):
         self.group_correction = group_correction
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Rows and totals of `RidgeProbe`; with group_correction also last_state (B, d + 1), phi of the last token."""
         rows, totals = super().reduce(tokens)
         if self.group_correction:
             phi = features(tokens)
@@ -54,7 +55,7 @@ class EnergyProbe(RidgeProbe):
         return rows, totals
 
     def __call__(self, rollouts: RolloutGroups) -> Tensor:
-        """(P, G, T); (P, G, 1) before the first update."""
+        """Returns B_t (P, G, T); (P, G, 1) before the first update."""
         values = self.values(rollouts)
         if not (self.group_correction and self.fitted):
             return values
@@ -72,7 +73,7 @@ class EnergyProbe(RidgeProbe):
     # ---- the group correction
 
     def _shares(self, rollouts: RolloutGroups, strengths: list[float]) -> Tensor:
-        """a_-i for each k. -> (len(strengths), P, G)."""
+        """Returns a_-i for each k of `strengths`. -> (len(strengths), P, G)."""
         import torch
 
         states = rollouts.reduced["last_state"]
@@ -88,7 +89,7 @@ class EnergyProbe(RidgeProbe):
         """Adds this step's squared errors per k, predicted by the state before it, and its last states."""
         states = rollouts.reduced["last_state"]
         if self.fitted:
-            w = (rollouts.score_norms * rollouts.alive).to(states)
+            w = (rollouts.required("score_norms") * rollouts.alive).to(states)
             low, rewards = self._kept("low", states), rollouts.rewards.nan_to_num().to(states)
             share = self._shares(rollouts, list(STRENGTHS)).unsqueeze(-1)
             values = low + (rollouts.reduced["values"].to(states) - low) * (1 + share)  # (K, P, G, T)
@@ -102,6 +103,7 @@ class EnergyProbe(RidgeProbe):
         )
 
     def _fit_correction(self) -> None:
+        """Solves for U, and takes the strength whose predictions were best so far."""
         moments, target = self._state["last_moments"], self._state["last_target"]
         fit = ridge(moments, target, moments[-1, -1], self.pseudo_rollouts)
         above = fit.clone()

@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 @declare(min_group_size=2, unbiased=False)
 def group_mean(rollouts: RolloutGroups) -> Tensor:
-    """Mean reward of the scored rollouts. rewards (P, G) -> baseline (P, 1, 1)."""
+    """Returns the mean reward of the scored rollouts. rewards (P, G) -> baseline (P, 1, 1)."""
     mean = rollouts.rewards.nanmean(dim=1, keepdim=True)  # NaN only where the whole group is unscored
     return mean.nan_to_num().unsqueeze(-1)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @declare(min_group_size=2, unbiased=False)
 def grpo(rollouts: RolloutGroups, eps: float = 1e-4) -> Baseline:
-    """Mean and standard deviation over the scored rollouts of a group. rewards (P, G) -> value, scale (P, 1, 1).
+    """Returns mean and standard deviation of a group's scored rewards. rewards (P, G) -> value, scale (P, 1, 1).
 
     The deviation is the sample's (n - 1); eps = 1e-4 is TRL's. A group with one scored rollout has deviation 0.
     """

@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 
 @declare(unbiased=True)
 def none(rollouts: RolloutGroups) -> Tensor:
-    """Zero. rewards (P, G) -> baseline (P, 1, 1)."""
+    """Returns 0. rewards (P, G) -> baseline (P, 1, 1)."""
     return rollouts.rewards.new_zeros(len(rollouts.rewards), 1, 1)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @declare(min_group_size=2, unbiased=False)
 def opo(rollouts: RolloutGroups) -> Tensor:
-    """sum(length R) / sum(length) over the scored rollouts. rewards, lengths (P, G) -> baseline (P, 1, 1).
+    """Returns sum(length R) / sum(length) over the scored rollouts. rewards, lengths (P, G) -> baseline (P, 1, 1).
 
-    0 where no scored rollout of the group has an own token.
+    It is 0 where no scored rollout of the group has an own token.
     """
     weights = rollouts.lengths * rollouts.scored
     weighted = (weights * rollouts.rewards.nan_to_num()).sum(dim=1, keepdim=True)

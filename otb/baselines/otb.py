@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @declare(needs={"score_norms"}, per_token=True, unbiased=False)
 def otb(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero", eps: float = 1e-8) -> Tensor:
-    """Energy-weighted mean of the group's returns at each token. score_norms (P, G, T) -> baseline (P, 1, T).
+    """Returns the group's mean return at each token, weighted by energy. score_norms (P, G, T) -> baseline (P, 1, T).
 
     tail: what happens where one rollout of the group outlives all others.
         "zero":  The baseline is 0, so the advantage is the return (the reference implementation's default).

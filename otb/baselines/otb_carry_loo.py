@@ -1,6 +1,6 @@
 """Carry-forward OTB, leave-one-out: finished rollouts stay in the others' sums with their last energy and reward.
 
-B_t^i = sum_{j != i} R^j W^j_min(t, T_j) / sum_{j != i} W^j_min(t, T_j): there is always somebody to be compared with.
+B_t^i = sum_{j != i} R^j W^j_min(t, T_j) / sum_{j != i} W^j_min(t, T_j): at no token is a rollout without comparison.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @declare(needs={"score_norms"}, min_group_size=2, per_token=True, unbiased=True)
 def otb_carry_loo(rollouts: RolloutGroups) -> Tensor:
-    """score_norms (P, G, T) -> baseline (P, G, T). The only scored rollout of a group has baseline 0.
+    """Returns the others' energy-weighted mean reward at each token. score_norms (P, G, T) -> baseline (P, G, T).
+
+    The only scored rollout of a group has baseline 0.
 
     Unbiased: B_t^i is made of the other rollouts, which given the prompt are independent of rollout i, and the score
     of a token has mean 0 given its prefix.

@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 @declare(needs={"prefix_norms"}, per_token=True, unbiased=False)
 def otb_exact(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero", eps: float = 1e-8) -> Tensor:
-    """Mean of the group's returns, weighted by exact norms. prefix_norms (P, G, T) -> baseline (P, 1, T).
+    """Returns the mean of the group's returns, weighted by exact norms. prefix_norms (P, G, T) -> baseline (P, 1, T).
 
     tail: as in `otb`. With one rollout a group there is no baseline: 0.
 
     Biased like `otb`, and for the same reason: rollout i is in its own baseline with weight omega_t = E_t^i / sum_j
     E_t^j, so A = (1 - omega_t) (R - mean of the others), and omega_t and A depend on the token that they multiply. The
     bias vanishes as the group grows.
-    Cost: one forward per rollout and one backward per own token, so a small policy or LoRA, and short responses.
-    Choose it to learn what the proxy loses: it ranks tokens well and saturates where a few tokens carry the norm.
+    Cost: one forward per rollout and one backward per own token, which limits it to a small policy or LoRA and to short
+    responses. Choose it to learn what the proxy loses: the proxy ranks tokens well and saturates where a few tokens
+    carry the norm.
     """
     refuse_tail(rollouts, tail)
     if rollouts.group_size == 1:
         return rollouts.rewards.new_zeros(len(rollouts.rewards), 1, rollouts.tokens)
     counted = rollouts.scored.unsqueeze(-1) if tail == "carry" else rollouts.alive  # (P, G, 1 or T)
-    baseline = weighted_mean(rollouts, rollouts.prefix_norms.where(counted, 0.0), eps)
+    baseline = weighted_mean(rollouts, rollouts.required("prefix_norms").where(counted, 0.0), eps)
     return baseline.masked_fill(rollouts.lone, 0) if tail == "zero" else baseline

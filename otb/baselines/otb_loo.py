@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @declare(needs={"score_norms"}, min_group_size=2, per_token=True, unbiased=True)
 def otb_loo(rollouts: RolloutGroups, tail: Literal["carry", "zero"] = "carry") -> Tensor:
-    """score_norms (P, G, T) -> baseline (P, G, T).
+    """Returns the others' energy-weighted mean return at each token. score_norms (P, G, T) -> baseline (P, G, T).
 
     tail: what rollout i is compared with at a token that no other reaches.
-        "carry": the others as they ended, sum_{j != i} R^j W_T^j / sum_{j != i} W_T^j, as in `otb_carry_loo`.
-        "zero":  nothing, baseline 0: the leave-one-out twin of the reference's rule for `otb`.
+        "carry": With the others as they ended, sum_{j != i} R^j W_T^j / sum_{j != i} W_T^j, as in `otb_carry_loo`.
+        "zero":  With nothing, baseline 0: the leave-one-out twin of the reference's rule for `otb`.
 
     Unbiased, with either tail. Whether j reaches t, W_t^j and R^j are functions of rollout j alone, and rollouts of a
     prompt are independent. So B_t^i is independent of rollout i, and E[B_t^i s_t^i] = E[B_t^i] E[s_t^i] = 0 as
@@ -33,7 +33,7 @@ def otb_loo(rollouts: RolloutGroups, tail: Literal["carry", "zero"] = "carry") -
     """
     if tail not in ("carry", "zero"):
         raise ValueError(f"tail={tail!r} is not one of carry, zero.")
-    plain = mean_of_others(rollouts)  # where the others weigh nothing at all
+    plain = mean_of_others(rollouts)  # serves where the others weigh nothing at all
     if tail == "carry":
         refuse_token_returns(rollouts, "tail='carry'")
         beyond = mean_of_others(rollouts, rollouts.energy.where(rollouts.scored.unsqueeze(-1), 0.0), plain)

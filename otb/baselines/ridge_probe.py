@@ -2,7 +2,7 @@
 
 phi_t = [h_t; 1] with h_t the final hidden state that predicts own token t. For V_t = theta . phi_t the token-diagonal
 part of the gradient's variance is E[sum_t w_t (R - V_t)^2], so that theta is a weighted least squares fit, with
-theta <- argmin sum w_t (R - theta . phi_t)^2 + ridge. Nothing of a rollout but sum_t w_t phi_t is kept for it.
+theta <- argmin sum w_t (R - theta . phi_t)^2 + ridge. Of each rollout only sum_t w_t phi_t is kept for it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from otb.baselines.weighted_mean import mean_of_others
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from otb.rollouts import RolloutGroups, TokenStates
@@ -33,19 +34,25 @@ class OnlineRidge:
 
     @property
     def fitted(self) -> bool:
+        """Whether an earlier step has left coefficients."""
         return "coefficients" in self._state
 
     def _widen_range(self, rewards: Tensor) -> None:
-        """`low` and `high` of the state hold the range of the rewards seen so far."""
+        """Keeps the range of the rewards seen so far, as `low` and `high` of the state."""
         for name, extreme, wider in (("low", rewards.amin(), min), ("high", rewards.amax(), max)):
             self._state[name] = wider(self._state.get(name, extreme), extreme)
 
     def _decay_and_add(self, **sums: Tensor) -> None:
+        """Adds a step's sums to the decayed ones of earlier steps."""
         for name, new in sums.items():
             self._state[name] = self.decay * self._kept(name, new) + new if name in self._state else new
 
+    def _solved(self, moments: str, target: str, rollouts: str) -> Tensor:
+        """Returns the ridge fit of these sums of the state."""
+        return ridge(self._state[moments], self._state[target], self._state[rollouts], self.pseudo_rollouts)
+
     def _kept(self, name: str, like: Tensor) -> Tensor:
-        """A tensor of the state in the dtype and on the device of `like`; after a resume it comes from the CPU."""
+        """Returns a tensor of the state in the dtype and on the device of `like`: after a resume it is on the CPU."""
         return self._state[name].to(like)
 
     def state_dict(self) -> dict:
@@ -56,21 +63,22 @@ class OnlineRidge:
 
 
 class RidgeProbe(OnlineRidge):
-    """The weighted fit of phi, see above."""
+    """An OnlineRidge that fits the reward to phi with weights w, as the head of this file says."""
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Rows: values (B, T) of the state so far, weighted_states (B, d + 1); totals: moments (d + 1, d + 1)."""
-        phi = features(tokens)
-        w = (tokens.score_norms * tokens.alive).to(phi.dtype).unsqueeze(-1)  # (B, T, 1)
-        values = self._predicted(phi) if self.fitted else tokens.score_norms.new_zeros(tokens.own.shape)
-        rows = {"values": values.to(tokens.score_norms.dtype), "weighted_states": (w.mT @ phi).squeeze(1)}
+        phi, score_norms = features(tokens), tokens.required("score_norms")
+        w = (score_norms * tokens.alive).to(phi.dtype).unsqueeze(-1)  # (B, T, 1)
+        values = self._predicted(phi) if self.fitted else score_norms.new_zeros(tokens.own.shape)
+        rows = {"values": values.to(score_norms.dtype), "weighted_states": (w.mT @ phi).squeeze(1)}
         return rows, {"moments": (w * phi).flatten(0, 1).mT @ phi.flatten(0, 1)}
 
     def values(self, rollouts: RolloutGroups) -> Tensor:
-        """(P, G, T) V_t by earlier steps. Before the first update (P, G, 1): the mean reward of the others."""
+        """Returns V_t (P, G, T) by earlier steps; before the first update (P, G, 1), the mean reward of the others."""
         return rollouts.reduced["values"] if self.fitted else mean_of_others(rollouts)
 
     def update(self, rollouts: RolloutGroups) -> None:
+        """Adds a step to the sums and fits theta anew; nothing changes where no rollout was scored."""
         moments = rollouts.totals["moments"].to(sum_dtype(rollouts.rewards.device))
         rewards = rollouts.rewards[rollouts.scored]
         if not rewards.numel():
@@ -83,16 +91,15 @@ class RidgeProbe(OnlineRidge):
         )
         self._widen_range(rewards)
         if self._state["moments"][-1, -1] > 0:
-            fit = ridge(*(self._state[name] for name in ("moments", "target", "rollouts")), self.pseudo_rollouts)
-            self._state["coefficients"] = fit
+            self._state["coefficients"] = self._solved("moments", "target", "rollouts")
 
     def _predicted(self, phi: Tensor) -> Tensor:
-        """theta . phi within the range of the rewards seen so far. (..., d + 1) -> (...)."""
+        """Returns theta . phi within the range of the rewards seen so far. (..., d + 1) -> (...)."""
         return (phi @ self._kept("coefficients", phi)).clamp(self._kept("low", phi), self._kept("high", phi))
 
 
 def features(tokens: TokenStates) -> Tensor:
-    """phi (B, T, d + 1): hidden states with a 1 behind, all 0 past the last own token; float64 on a CPU."""
+    """Returns phi (B, T, d + 1): hidden states with a 1 behind, all 0 past the last own token; float64 on a CPU."""
     import torch
 
     hidden = tokens.hidden_states
@@ -100,15 +107,17 @@ def features(tokens: TokenStates) -> Tensor:
     return torch.cat([hidden, tokens.own.unsqueeze(-1).to(hidden)], dim=-1).to(dtype)
 
 
-def sum_dtype(device):
-    """Of sums over steps, and of what is solved with them."""
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Returns float64 where the device has it: the dtype of running sums and of what is solved with them."""
     import torch
 
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def ridge(moments: Tensor, target: Tensor, rollouts: Tensor, pseudo_rollouts: float) -> Tensor:
-    """Coefficients (d + 1) of phi = [h; 1], from sum w phi phi^T (d + 1, d + 1), sum w R phi (d + 1) and their number.
+    """Returns the coefficients (d + 1) of phi = [h; 1].
+
+    moments: sum w phi phi^T, (d + 1, d + 1). target: sum w R phi, (d + 1). rollouts: how many are in these sums.
 
     With z = h standardised by its w-weighted mean and spread and a free intercept,
     theta = (sum w z z^T + pseudo_rollouts (sum w / rollouts) I)^-1 sum w z (R - mean R): as if `pseudo_rollouts` more

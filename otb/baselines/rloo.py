@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @declare(min_group_size=2, unbiased=True)
 def rloo(rollouts: RolloutGroups) -> Tensor:
-    """Mean reward of the other scored rollouts. rewards (P, G) -> baseline (P, G, 1).
+    """Returns the mean reward of the other scored rollouts. rewards (P, G) -> baseline (P, G, 1).
 
     The only scored rollout of a group has no others: its baseline is 0.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from otb.baselines import declare
-from otb.baselines.ridge_probe import OnlineRidge, features, ridge, sum_dtype
+from otb.baselines.ridge_probe import OnlineRidge, features, sum_dtype
 from otb.baselines.weighted_mean import mean_of_others
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ LARGEST_SURPRISAL = 4.0  # nats, where its square would otherwise rule the sum
 
 @declare(needs={"score_norms", "hidden_states"}, per_token=True, unbiased=True)
 class TrajectoryCV(OnlineRidge):
-    """Works with one rollout a group. Two ridge fits a step, on earlier steps only:
+    """A baseline by two ridge fits a step, on earlier steps only, that works with one rollout a group.
 
     U_t = clip(alpha . phi_t), an unweighted fit of the reward, with phi_t = [h_t; trace_t; 1]: the final hidden state
     that predicts token t, and how surprising the prefix has been so far (`trace`). A policy that sampled what it holds
@@ -46,24 +46,25 @@ class TrajectoryCV(OnlineRidge):
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Rows: values (B, T), states and weighted_features, sums over t; totals: their moments."""
-        phi = self._states(tokens)
+        phi, score_norms = self._states(tokens), tokens.required("score_norms")
         counted = tokens.alive.unsqueeze(-1).to(phi)
         rows = {"states": (counted * phi).sum(1)}
         totals = {"state_moments": (counted * phi).flatten(0, 1).mT @ phi.flatten(0, 1)}
         if "value_coefficients" in self._state:
             x = self._features(phi, tokens)
-            w = tokens.score_norms.unsqueeze(-1).to(phi) * counted
+            w = score_norms.unsqueeze(-1).to(phi) * counted
             rows["weighted_features"] = (w * x).sum(1)
             totals["moments"] = (w * x).flatten(0, 1).mT @ x.flatten(0, 1)
             if self.fitted:
-                rows["values"] = (x @ self._kept("coefficients", x)).to(tokens.score_norms.dtype)
+                rows["values"] = (x @ self._kept("coefficients", x)).to(score_norms.dtype)
         return rows, totals
 
     def __call__(self, rollouts: RolloutGroups) -> Tensor:
-        """B_t + sum_{u>t} q_u, (P, G, T); (P, G, 1) on the first two steps."""
+        """Returns B_t + sum_{u>t} q_u, (P, G, T); (P, G, 1) on the first two steps."""
         return rollouts.reduced["values"] if self.fitted else mean_of_others(rollouts)
 
     def update(self, rollouts: RolloutGroups) -> None:
+        """Adds a step to the sums and solves anew; nothing changes where no rollout was scored."""
         rewards = rollouts.rewards[rollouts.scored]
         if not rewards.numel():
             return
@@ -80,17 +81,17 @@ class TrajectoryCV(OnlineRidge):
         names = (moments, f"{moments}_target", f"{moments}_rollouts")
         self._decay_and_add(**dict(zip(names, (new, target, counted), strict=True)))
         if self._state[moments][-1, -1] > 0:
-            self._state[coefficients] = ridge(*(self._state[name] for name in names), self.pseudo_rollouts)
+            self._state[coefficients] = self._solved(*names)
 
     def _states(self, tokens: TokenStates) -> Tensor:
-        """phi (B, T, d + 15), all 0 past the last own token; the last of it is 1."""
+        """Returns phi (B, T, d + 15), all 0 past the last own token; the last of it is 1."""
         import torch
 
         hidden = features(tokens)
         return torch.cat([trace(tokens).to(hidden) * tokens.own.unsqueeze(-1), hidden], dim=-1)
 
     def _features(self, phi: Tensor, tokens: TokenStates) -> Tensor:
-        """[U_t, U_t^2, sum_{u>t} (U_u, U_u^2, U_u S_u) (pi_u - S_u), phi_t], (B, T, D); the last of it is 1."""
+        """Returns [U_t, U_t^2, sum_{u>t} (U_u, U_u^2, U_u S_u) (pi_u - S_u), phi_t], (B, T, D); the last of it is 1."""
         import torch
 
         value = (phi @ self._kept("value_coefficients", phi)).clamp(self._kept("low", phi), self._kept("high", phi))
@@ -103,11 +104,11 @@ class TrajectoryCV(OnlineRidge):
 
 
 def trace(tokens: TokenStates) -> Tensor:
-    """What the tokens before t and the distribution at t tell of the rollout. log_probs (B, T) -> (B, T, 14)."""
+    """Returns what the tokens before t and the distribution at t tell of the rollout, (B, T, 14)."""
     import torch
 
     dtype = sum_dtype(tokens.log_probs.device)
-    surprisal, w = -tokens.log_probs.to(dtype), tokens.score_norms.to(dtype)
+    surprisal, w = -tokens.log_probs.to(dtype), tokens.required("score_norms").to(dtype)
     concentration = tokens.log_sum_sq_probs.to(dtype).exp()
     t = torch.arange(surprisal.shape[-1], dtype=dtype, device=surprisal.device).expand_as(surprisal)
     before = torch.stack([surprisal, w, surprisal.clamp(max=LARGEST_SURPRISAL).square()]).cumsum(-1)
@@ -123,7 +124,7 @@ def trace(tokens: TokenStates) -> Tensor:
 
 
 def shifted(values: Tensor) -> Tensor:
-    """values_{t-1} at t, 0 at the first token."""
+    """Returns values_{t-1} at t, 0 at the first token. (..., T) -> (..., T)."""
     import torch
 
     return torch.nn.functional.pad(values, (1, 0))[..., :-1]

@@ -30,7 +30,9 @@ class Prompt:
         self.hidden_states = measured.padded("hidden_states")
         self.own = torch.arange(self.log_probs.shape[1]) < self.lengths.unsqueeze(1)
         self.score_norms = logit_gradient_proxy(self.log_probs, self.log_sum_sq_probs) * self.own
-        self.sketches = self.token_norms = self.prefix_norms = None
+        self.sketches: Tensor | None = None  # with `token_norms` and `prefix_norms`, of prompts measured with scores
+        self.token_norms: Tensor | None = None
+        self.prefix_norms: Tensor | None = None
         if measured.sketches.size:
             self.sketches = measured.padded("sketches")
             self.token_norms = measured.padded("token_norms")
@@ -80,11 +82,12 @@ def step_groups(baseline: Callable, prompts: list[Prompt], group_size: int) -> R
 
 def joined_groups(parts: list[RolloutGroups]) -> RolloutGroups:
     """Joins the groups of several prompts, padded to the widest; totals are summed."""
+    first, *others = parts
     per_rollout = ("rewards", "lengths", "score_norms")
     return RolloutGroups(
         **{name: joined([getattr(part, name) for part in parts], dim=2) for name in per_rollout},
-        reduced={name: joined([part.reduced[name] for part in parts], dim=2) for name in parts[0].reduced},
-        totals={name: sum(part.totals[name] for part in parts) for name in parts[0].totals},
+        reduced={name: joined([part.reduced[name] for part in parts], dim=2) for name in first.reduced},
+        totals={name: sum((part.totals[name] for part in others), start=first.totals[name]) for name in first.totals},
     )
 
 
@@ -104,5 +107,13 @@ def rollout_advantages(baseline: Callable, prompt: Prompt, members: Tensor) -> T
 
 def rollout_gradients(prompt: Prompt, advantage: Tensor) -> Tensor:
     """Returns the sketch of sum_t A_t s_t per rollout. advantage (K, M, T or 1) -> (K, M, D)."""
-    advantage = advantage.expand(-1, -1, prompt.sketches.shape[1])
-    return (advantage.transpose(0, 1) @ prompt.sketches).transpose(0, 1)
+    sketches = taken_with_scores(prompt.sketches)
+    advantage = advantage.expand(-1, -1, sketches.shape[1])
+    return (advantage.transpose(0, 1) @ sketches).transpose(0, 1)
+
+
+def taken_with_scores(values: Tensor | None) -> Tensor:
+    """Returns a field of a Prompt that only prompts measured with scores have. Raises ValueError for the others."""
+    if values is None:
+        raise ValueError("This prompt was measured without scores (`measure(..., sketch=None)`). Measure it with them.")
+    return values

@@ -1,8 +1,8 @@
 """Unbiased statistics of an estimator's group gradient, and intervals over prompts.
 
-g: the gradient of one prompt group, mean over its rollouts of sum_t A_t s_t; mu = E[R sum_t s_t]: the true gradient of
-the prompt. All four moments are U-statistics: products of gradients of rollouts that share none. A plug-in such as
-||mean of g||^2 would count noise as signal.
+g is the gradient of one prompt group: the mean over its rollouts of sum_t A_t s_t. mu = E[R sum_t s_t] is the true
+gradient of the prompt. All four moments are U-statistics: products of gradients that share no rollout. A plug-in such
+as ||mean of g||^2 would count noise as signal.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 MOMENTS = ("power", "signal", "overlap", "truth")
 RESAMPLES = 4000
-TAIL = 0.025  # of a 95 % interval
+TAIL = 0.025  # left out at each end of a 95 % interval
 
 
 def moments(rollout_gradients: Tensor, reference: Tensor, members: Tensor) -> dict[str, float]:
-    """Of one prompt and one estimator at one group size.
+    """Returns the moments of one prompt and one estimator at one group size.
 
     rollout_gradients (K, M, D): sum_t A_t s_t of each of the M rollouts in each of K partitions into groups. members
     (K, n, N) int: the rollouts of the n >= 2 groups of each partition. reference (M, D): gradients with mean mu, that
@@ -40,13 +40,13 @@ def moments(rollout_gradients: Tensor, reference: Tensor, members: Tensor) -> di
 
 
 def truth(reference: Tensor) -> float:
-    """||mu||^2 from independent gradients (M, D) with mean mu."""
+    """Returns ||mu||^2, estimated from independent gradients (M, D) with mean mu."""
     count = len(reference)
     return ((reference.sum(0).square().sum() - reference.square().sum()) / (count * (count - 1))).item()
 
 
 def partitions(rollouts: int, size: int, count: int, generator: torch.Generator) -> Tensor:
-    """(count, n, size) int: random partitions of the rollouts into n = rollouts // size groups."""
+    """Returns random partitions of the rollouts into n = rollouts // size groups, (count, n, size) int."""
     groups = rollouts // size
     if groups < 2:
         raise ValueError(f"{rollouts} rollouts make fewer than two groups of {size}. Try samples={2 * size}.")
@@ -54,8 +54,8 @@ def partitions(rollouts: int, size: int, count: int, generator: torch.Generator)
     return torch.stack(draws).unflatten(1, (groups, size))
 
 
-def judge(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
-    """One row per estimator and group size, with 95 % bootstrap intervals over prompts (`_low`, `_high`).
+def estimator_statistics(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
+    """Returns a row per estimator and group size, with 95 % bootstrap intervals over prompts (`_low`, `_high`).
 
     table: a row per prompt, estimator and group_size with MOMENTS. All estimators are resampled together, so that the
     ratios are paired. With sums over prompts and c = overlap / truth, the estimator's scale:
@@ -76,13 +76,13 @@ def judge(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     rows, noises = [], {}
     for (estimator, size), part in table.groupby(["estimator", "group_size"], sort=False):
         sums = weights @ part.set_index("prompt").loc[prompts, list(MOMENTS)].to_numpy()  # (1 + RESAMPLES, 4)
-        found = statistics(*sums.T, prompts=len(prompts))
-        noises[estimator, size] = found["noise"]
+        columns = statistics(dict(zip(MOMENTS, sums.T, strict=True)), len(prompts))
+        noises[estimator, size] = columns["noise"]
         if "energy" in part and part.energy.notna().any():
             energy, bound = part.loc[part.energy.notna(), ["energy", "oracle_energy"]].sum()
-            ratio = energy / found["scale"][0] ** 2 / bound if bound > 0 else np.nan
-            found["energy_ratio"] = np.array([ratio])
-        rows.append({"estimator": estimator, "group_size": size, "prompts": len(prompts), **found})
+            ratio = energy / columns["scale"][0] ** 2 / bound if bound > 0 else np.nan
+            columns["energy_ratio"] = np.array([ratio])
+        rows.append({"estimator": estimator, "group_size": size, "prompts": len(prompts), **columns})
     for row in rows:
         for column, against in (("relative_noise", "rloo"), ("over_probe", "energy_probe")):
             if (against, row["group_size"]) in noises:
@@ -90,11 +90,12 @@ def judge(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     return pd.DataFrame([interval_columns(row) for row in rows])
 
 
-def statistics(power, signal, overlap, truth, prompts: int) -> dict[str, np.ndarray]:
-    """What `judge` documents, from sums over prompts (arrays).
+def statistics(sums: dict[str, np.ndarray], prompts: int) -> dict[str, np.ndarray]:
+    """Returns the columns that `estimator_statistics` documents. sums: of the MOMENTS over prompts.
 
-    NaN where an estimate of what must be positive is not: ||mu||^2 or ||E g||^2 lost in the noise.
+    NaN stands where an estimate of what must be positive is not: ||mu||^2 or ||E g||^2 is lost in the noise.
     """
+    power, signal, overlap, truth = (sums[name] for name in MOMENTS)
     truth, known_signal = (np.where(estimate > 0, estimate, np.nan) for estimate in (truth, signal))
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = overlap / truth
@@ -109,8 +110,10 @@ def statistics(power, signal, overlap, truth, prompts: int) -> dict[str, np.ndar
 
 
 def interval_columns(row: dict) -> dict:
-    """Arrays (sample, resamples...) -> value, _low and _high; no interval (NaN) where resamples are NaN more often than
-    a tail of it is wide: those would have been its widest."""
+    """Turns arrays (sample, resamples...) into value, _low and _high.
+
+    There is no interval (NaN) where more of the resamples are NaN than one tail holds: they would be its widest.
+    """
     columns = {}
     for name, value in row.items():
         if not isinstance(value, np.ndarray):

@@ -1,10 +1,10 @@
-"""A bound for baselines of the prefix: the optimum of the token-diagonal variance, by Monte Carlo.
+"""Estimates a bound for baselines of the prefix by Monte Carlo: the optimum of the token-diagonal variance.
 
 Among all functions B_t of the prefix before token t, E[sum_t w_t (R - B_t)^2] is smallest at B_t = E[w_t R | prefix] /
 E[w_t | prefix], the expectation being over the token and all that follows. Continuations of every prefix of a rollout
 estimate it. Two halves of them give two independent estimates B', B'', and w (R - B')(R - B'') has the mean of the
-optimum's energy up to the square of a ratio estimate's bias, where w (R - B')^2 would count the noise of B'. For tasks
-without tools.
+optimum's energy up to the square of a ratio estimate's bias, where w (R - B')^2 would count the noise of B'. It serves
+tasks without tools only.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ SEQUENCES_AT_ONCE = 768
 
 @torch.no_grad()
 def oracle(model, tokenizer, task, row: dict, rollout: Rollout, continuations: int, temperature: float) -> Tensor:
-    """(2, T): the two estimates of the optimal baseline at each own token, from half of `continuations` each.
+    """Returns two estimates of the optimal baseline at each own token, from half of the continuations each. -> (2, T).
 
-    `continuations` is even. rollout: single-turn, its own tokens are all that follow the prompt. row: its row of the
-    dataset, what `task.reward` reads beside the response. An estimate is 0 where every continuation had w = 0.
+    continuations: of every prefix, an even number. rollout: single-turn, its own tokens are all that follow the prompt.
+    row: of the dataset, which `task.reward` reads beside the response. An estimate is 0 where every continuation had
+    w = 0.
     """
     start = int(rollout.own.nonzero()[0])
-    own = len(rollout.ids) - start
+    own_tokens = len(rollout.ids) - start
     weights, rewards = [], []
     per_batch = max(1, SEQUENCES_AT_ONCE // continuations)
-    for first in range(0, own, per_batch):
-        prefixes = [rollout.ids[: start + t] for t in range(first, min(own, first + per_batch))]
+    for first in range(0, own_tokens, per_batch):
+        prefixes = [rollout.ids[: start + t] for t in range(first, min(own_tokens, first + per_batch))]
         w, r = continued(model, tokenizer, task, row, prefixes, start, continuations, temperature)
         weights.append(w)
         rewards.append(r)
@@ -41,7 +42,10 @@ def oracle(model, tokenizer, task, row: dict, rollout: Rollout, continuations: i
 
 
 def continued(model, tokenizer, task, row, prefixes, start: int, count: int, temperature: float):
-    """w of the next token and the reward in the end, (len(prefixes), count) each."""
+    """Samples `count` continuations of each prefix.
+
+    Returns w of the next token and the reward in the end, (len(prefixes), count) each.
+    """
     width = max(map(len, prefixes))
     ids = torch.full((len(prefixes), width), tokenizer.pad_token_id)
     attention_mask = torch.zeros_like(ids)

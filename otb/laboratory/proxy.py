@@ -1,4 +1,4 @@
-"""How well the logit-gradient proxy stands for the exact squared score norm, per token and per prefix."""
+"""Measures how well the logit-gradient proxy stands for the exact squared score norm, per token and per prefix."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import numpy as np
 import pandas as pd
 from scipy.stats import pearsonr, spearmanr
 
-from otb.laboratory.estimators import Prompt
+from otb.laboratory.estimators import Prompt, taken_with_scores
 
-TOP = 0.01  # share of the tokens
+TOP = 0.01  # of the tokens, for `top_share`
 
 
 def proxy_table(prompts: list[Prompt]) -> pd.DataFrame:
-    """A row per own token: prompt, rollout, t, its proxy w and exact norm, W and the exact norm of the prefix."""
+    """Returns a row per own token: prompt, rollout, t, its proxy w and exact norm, W and the prefix's exact norm."""
     parts = []
     for index, prompt in enumerate(prompts):
         own = prompt.own
         rollout, t = own.nonzero(as_tuple=True)
-        columns = {"proxy": prompt.score_norms, "exact": prompt.token_norms}
-        columns |= {"prefix_proxy": prompt.score_norms.cumsum(-1), "prefix_exact": prompt.prefix_norms}
+        columns = {
+            "proxy": prompt.score_norms,
+            "exact": taken_with_scores(prompt.token_norms),
+            "prefix_proxy": prompt.score_norms.cumsum(-1),
+            "prefix_exact": taken_with_scores(prompt.prefix_norms),
+        }
         values = {name: tensor[own].double().numpy() for name, tensor in columns.items()}
         parts.append(pd.DataFrame({"prompt": index, "rollout": rollout.numpy(), "t": t.numpy(), **values}))
     return pd.concat(parts, ignore_index=True)
 
 
 def proxy_quality(table: pd.DataFrame) -> pd.DataFrame:
-    """Rank and linear correlation of proxy and exact norm: tokens, prefixes, rollouts; share of the top 1 %.
+    """Returns rank and linear correlation of proxy and exact norm, of tokens, prefixes and rollouts.
 
     top_share: of the summed energy that the 1 % of tokens with most of it hold. prefixes: within one prompt at one t,
     where baselines compare them, averaged over cells of at least 8 rollouts; the other rows pool all tokens.
@@ -33,24 +37,25 @@ def proxy_quality(table: pd.DataFrame) -> pd.DataFrame:
     whole = table[table.groupby(["prompt", "rollout"]).t.transform("max") == table.t]
     cells = [cell for _, cell in table.groupby(["prompt", "t"]) if len(cell) >= 8]
     within = np.nanmean([correlations(cell.prefix_proxy, cell.prefix_exact) for cell in cells], axis=0)
-    found = {
+    pairs = {
         "token": correlations(table.proxy, table.exact),
         "prefix": correlations(table.prefix_proxy, table.prefix_exact),
         "prefix, same prompt and t": within,
         "rollout": correlations(whole.prefix_proxy, whole.prefix_exact),
     }
-    rows = [{"of": name, "spearman": rank, "pearson": linear} for name, (rank, linear) in found.items()]
+    rows = [{"of": name, "spearman": rank, "pearson": linear} for name, (rank, linear) in pairs.items()]
     rows[0] |= {"top_share_proxy": top_share(table.proxy), "top_share_exact": top_share(table.exact)}
     return pd.DataFrame(rows)
 
 
 def correlations(x, y) -> tuple[float, float]:
-    """Spearman's and Pearson's; NaN where one of them is constant."""
+    """Returns Spearman's and Pearson's correlation; NaN where x or y is constant."""
     if np.ptp(x) == 0 or np.ptp(y) == 0:
         return float("nan"), float("nan")
     return float(spearmanr(x, y).statistic), float(pearsonr(x, y).statistic)
 
 
 def top_share(energy) -> float:
+    """Returns the share of the summed energy that the 1 % of tokens with most of it hold."""
     largest = np.sort(energy)[::-1][: max(1, round(TOP * len(energy)))]
     return float(largest.sum() / np.sum(energy))

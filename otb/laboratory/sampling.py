@@ -1,4 +1,4 @@
-"""Rollouts of single prompts by TRL's own rollout code, tools and sandbox included."""
+"""Samples rollouts of single prompts by TRL's own rollout code, tools and sandbox included."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from otb.trainer import OTBConfig, prompts_with_responses, response_mask
 class Sampler:
     """Samples a policy on the prompts of a task.
 
-    task: see `otb.tasks.Task`; environment: None, or what makes the environment of one rollout.
+    task: see `otb.tasks.Task`. environment: what makes the environment of one rollout; None for a task without tools.
     """
 
     def __init__(self, model, tokenizer, task, environment, temperature: float, folder: str):
@@ -43,14 +43,14 @@ class Sampler:
         self._trainer.model.eval()
 
     def rollouts(self, rows: list[dict], samples: int, seed: int) -> list[list[Rollout]]:
-        """`samples` rollouts of each prompt; the same for the same arguments."""
+        """Returns `samples` rollouts of each prompt; the same for the same arguments."""
         torch.manual_seed(seed)
         self._trainer.num_generations_eval = samples
         with torch.no_grad():
             output = self._trainer._generate_and_score_completions([row for row in rows for _ in range(samples)])
         rewards = self._trainer._summed_rewards().tolist()
         ids, attention_mask = prompts_with_responses(output)
-        own = torch.cat([torch.zeros_like(output["prompt_mask"]).bool(), response_mask(output)], dim=1)
+        own_mask = torch.cat([torch.zeros_like(output["prompt_mask"]).bool(), response_mask(output)], dim=1)
         kept = attention_mask.bool()
-        drawn = [Rollout(ids[i][kept[i]].cpu(), own[i][kept[i]].cpu(), rewards[i]) for i in range(len(rewards))]
+        drawn = [Rollout(ids[i][kept[i]].cpu(), own_mask[i][kept[i]].cpu(), rewards[i]) for i in range(len(rewards))]
         return [drawn[start : start + samples] for start in range(0, len(drawn), samples)]

@@ -18,7 +18,10 @@ from otb.exact_norms import in_chunks, own_log_probs, scores, squared_norms, tra
 
 @dataclass(frozen=True)
 class Rollout:
-    """ids (L,): prompt and response without padding. own (L,) bool: sampled by the policy. reward: NaN = unscored."""
+    """One rollout without padding.
+
+    ids (L,): of prompt and response. own (L,) bool: the policy sampled the token. reward: NaN = unscored.
+    """
 
     ids: Tensor
     own: Tensor
@@ -40,7 +43,7 @@ class Sketch:
             self._signs.append((signs * 2 - 1).to(parameter))
 
     def __call__(self, vectors: list[Tensor]) -> Tensor:
-        """A tensor (K, *shape) per parameter -> (K, size)."""
+        """Sketches K vectors. A tensor (K, *shape) per parameter -> (K, size)."""
         total = torch.zeros(len(vectors[0]), self.size, device=vectors[0].device)
         for vector, signs in zip(vectors, self._signs, strict=True):
             flat = torch.nn.functional.pad(vector.flatten(1), (0, signs.numel() - vector[0].numel()))
@@ -50,7 +53,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Measured:
-    """M rollouts of one prompt, their own tokens one after the other (sum of lengths = S).
+    """The measurements of M rollouts of one prompt, whose own tokens stand one after the other (sum of lengths = S).
 
     rewards (M,) float; lengths (M,) int. Per token: log_probs, log_sum_sq_probs (S,); hidden_states (S, d), the final
     hidden state that predicts the token. With scores: token_norms (S,) = ||s_t||^2, prefix_norms (S,) = ||sum_{j<=t}
@@ -67,16 +70,18 @@ class Measured:
     sketches: np.ndarray
 
     def save(self, path) -> None:
+        """Writes the measurements to an .npz file."""
         with open(path, "wb") as file:
             np.savez(file, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def load(cls, path) -> Measured:
+        """Reads what `save` wrote."""
         with np.load(path) as stored:
             return cls(**{field.name: stored[field.name] for field in fields(cls)})
 
     def padded(self, name: str, dtype=torch.float32) -> Tensor:
-        """A per-token field as (M, T, ...), 0 past the last own token."""
+        """Returns a per-token field as (M, T, ...), 0 past the last own token."""
         values = torch.from_numpy(getattr(self, name)).to(dtype)
         padded = torch.zeros(len(self.lengths), int(self.lengths.max()), *values.shape[1:], dtype=dtype)
         own = torch.arange(padded.shape[1]) < torch.from_numpy(self.lengths).unsqueeze(1)
@@ -85,26 +90,27 @@ class Measured:
 
 
 def measure(model, rollouts: list[Rollout], temperature: float, sketch: Sketch | None) -> Measured:
-    """What the estimators and their judgement need of one prompt's rollouts. sketch: None for no score vectors.
+    """Measures what the estimators read of one prompt's rollouts, and their scores. sketch: None for no scores.
 
     Raises ValueError where the policy has too many trainable parameters (`otb.exact_norms.trainable`).
     """
     parameters = trainable(model) if sketch is not None else []
-    found: dict[str, list[Tensor]] = {field.name: [] for field in fields(Measured)}
+    per_rollout: dict[str, list[Tensor]] = {field.name: [] for field in fields(Measured)}
     for rollout in rollouts:
         of_tokens = forward(model, rollout, temperature)
         if sketch is not None:
             of_tokens |= score_vectors(model, rollout, temperature, parameters, sketch)
         for name, values in of_tokens.items():
-            found[name].append(values.cpu())
-    per_token = {name: torch.cat(values).numpy() if values else np.zeros(0) for name, values in found.items()}
-    own = [int(rollout.own.sum()) for rollout in rollouts]
-    return Measured(**per_token | {"rewards": np.array([r.reward for r in rollouts]), "lengths": np.array(own)})
+            per_rollout[name].append(values.cpu())
+    columns = {name: torch.cat(values).numpy() if values else np.zeros(0) for name, values in per_rollout.items()}
+    columns["rewards"] = np.array([rollout.reward for rollout in rollouts])
+    columns["lengths"] = np.array([int(rollout.own.sum()) for rollout in rollouts])
+    return Measured(**columns)
 
 
 @torch.no_grad()
 def forward(model, rollout: Rollout, temperature: float) -> dict[str, Tensor]:
-    """Probabilities and hidden states of the own tokens of one rollout, at the sampling temperature."""
+    """Returns probabilities and hidden states of the own tokens of one rollout, at the sampling temperature."""
     before = rollout.own.roll(-1)  # positions that predict an own token; the first of all is the prompt's
     ids = rollout.ids.to(model.device).unsqueeze(0)
     output = model(input_ids=ids, output_hidden_states=True, use_cache=False)
@@ -118,14 +124,14 @@ def forward(model, rollout: Rollout, temperature: float) -> dict[str, Tensor]:
 
 
 def score_vectors(model, rollout: Rollout, temperature: float, parameters, sketch: Sketch) -> dict[str, Tensor]:
-    """Exact norms of the tokens' and the prefixes' scores, and the tokens' sketches."""
+    """Returns exact norms of the tokens' and the prefixes' scores, and the tokens' sketches."""
     ids, own = rollout.ids.to(model.device), rollout.own.to(model.device)
     log_probs = own_log_probs(model, ids, torch.ones_like(ids), own, temperature)
     each = torch.eye(len(log_probs), device=ids.device)
     sketches, token_norms, prefix_norms = [], [], []
     before = [torch.zeros_like(parameter).unsqueeze(0) for parameter in parameters]  # the score of what came before
-    for some in in_chunks(each, parameters):
-        vectors = scores(log_probs, parameters, some)
+    for chunk in in_chunks(each, parameters):
+        vectors = scores(log_probs, parameters, chunk)
         sketches.append(sketch(vectors))
         prefixes = [(earlier + vector.cumsum(0)) for earlier, vector in zip(before, vectors, strict=True)]
         before = [prefix[-1:].clone() for prefix in prefixes]

@@ -1,4 +1,4 @@
-"""What the processes of the laboratory do. Each loads the policy once; a task writes a file or returns rows."""
+"""The jobs of the laboratory's processes. Each process loads the policy once; a job writes a file or returns rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from otb.laboratory.moments import moments, partitions
 from otb.laboratory.oracle import oracle
 from otb.laboratory.scores import Measured, Rollout, Sketch, measure
 from otb.policies.models import load_model
+from otb.rollouts import joined
 
-_policy: dict = {}  # of this process
+_policy: dict = {}  # model, sketch and temperature of this process
 
 
 def load_policy(base: str, revision: str | None, adapter: str | None):
-    """The policy in float32 with the adapter in the folder `adapter`, None = without one; in evaluation mode."""
+    """Returns the policy in float32 and evaluation mode. adapter: a folder with one of LoRA, or None."""
     model = load_model(base, revision, "float32")
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
@@ -29,9 +30,9 @@ def load_policy(base: str, revision: str | None, adapter: str | None):
 
 
 def start(load: Callable, sketch: int, temperature: float) -> None:
-    """Initializer of the pool: `load()` gives the policy."""
+    """Prepares a process of the pool. load: returns the policy. sketch: its size."""
     torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()  # of loading the policy; the laboratory has its own
+    transformers.logging.disable_progress_bar()  # the laboratory shows another
     model = load()
     _policy.update(model=model, sketch=Sketch(trainable(model), sketch), temperature=temperature)
 
@@ -43,6 +44,7 @@ def whole_file(write: Callable, file: Path) -> None:
 
 
 def measure_prompt(rollouts: list[Rollout], with_scores: bool, file: Path) -> None:
+    """Measures one prompt's rollouts and writes the measurements."""
     sketch = _policy["sketch"] if with_scores else None
     measure(_policy["model"], rollouts, _policy["temperature"], sketch).save(file)
 
@@ -50,18 +52,16 @@ def measure_prompt(rollouts: list[Rollout], with_scores: bool, file: Path) -> No
 def bound_prompt(
     tokenizer, task, row: dict, rollouts: list[Rollout], continuations: int, seed: int, file: Path
 ) -> None:
-    """The oracle's two estimates for each rollout, (rollouts, 2, T), 0 past the last own token."""
+    """Writes the oracle's two estimates for each rollout, (rollouts, 2, T), 0 past the last own token."""
     torch.manual_seed(seed)
-    found = [
+    estimates = [
         oracle(_policy["model"], tokenizer, task, row, rollout, continuations, _policy["temperature"])
         for rollout in rollouts
     ]
-    width = max(estimate.shape[1] for estimate in found)
-    padded = [torch.nn.functional.pad(estimate, (0, width - estimate.shape[1])) for estimate in found]
-    torch.save(torch.stack(padded), file)
+    torch.save(joined([estimate.unsqueeze(0) for estimate in estimates], dim=2), file)
 
 
-def judge_prompt(
+def prompt_moments(
     index: int,
     file: Path,
     estimators: dict[tuple[str, int], Callable],
@@ -69,7 +69,11 @@ def judge_prompt(
     count: int,
     bound: Path | None,
 ) -> list[dict]:
-    """Moments of every (name, group size), and where there is an oracle the energies of its rollouts."""
+    """Returns a row of moments per (name, group size) of `estimators`, with an oracle also its rollouts' energies.
+
+    index, file: of the prompt and its measurements. reference: a baseline whose gradients are unbiased and independent
+    of each other. count: partitions into groups. bound: the file of `bound_prompt`, or None.
+    """
     prompt = Prompt(Measured.load(file))
     alone = torch.arange(len(prompt.rewards)).view(1, -1, 1)
     truth = rollout_gradients(prompt, rollout_advantages(reference, prompt, alone))[0]
@@ -79,15 +83,19 @@ def judge_prompt(
         members = partitions(len(prompt.rewards), size, count, torch.Generator().manual_seed(index))
         for name in [name for name, of_size in estimators if of_size == size]:
             advantage = rollout_advantages(estimators[name, size], prompt, members)
-            found = moments(rollout_gradients(prompt, advantage), truth, members)
+            row = {"prompt": index, "estimator": name, "group_size": size}
+            row |= moments(rollout_gradients(prompt, advantage), truth, members)
             if oracles is not None:
-                found |= energies(prompt, advantage, members, oracles)
-            rows.append({"prompt": index, "estimator": name, "group_size": size, **found})
+                row |= energies(prompt, advantage, members, oracles)
+            rows.append(row)
     return rows
 
 
 def energies(prompt: Prompt, advantage, members, oracles) -> dict[str, float]:
-    """Token-diagonal energy sum_t w_t A_t^2 per rollout, of the estimator and of the oracle on the same rollouts."""
+    """Returns the token-diagonal energy sum_t w_t A_t^2 per rollout, of the estimator and of the oracle.
+
+    advantage (K, M, T or 1), members (K, n, N) int, oracles (rollouts, 2, T): both are taken on the oracle's rollouts.
+    """
     rollouts = len(oracles)
     scored = ~prompt.rewards[:rollouts].isnan()
     drawn = scored * torch.zeros(len(members), len(prompt.rewards)).scatter_(1, members.flatten(1), 1)[:, :rollouts]

@@ -1,4 +1,4 @@
-"""Policies by name: `tiny` (built here and warm-started), a hub id, or a local folder; all through one loader.
+"""Policies by name: `tiny` (built here and warm-started), a hub id, or a local folder, all by one loader.
 
 Called by experiments/train.py in this order: `describe_policy` (tokenizer and configuration: small files), the checks
 of prompts and LoRA targets against them, `policy_folder` (the warm start), `load_model` (the weights).
@@ -34,7 +34,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 def describe_policy(
     name: str, revision: str | None, chat_template: str | None = None
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-    """Tokenizer and configuration of a policy, without its weights.
+    """Returns tokenizer and configuration of a policy, without its weights.
 
     chat_template: `model.chat_template`, see templates.py; None keeps the tokenizer's own. The tokenizer's end token is
     the one with which the template ends a turn. Raises RunError where they cannot be loaded, or where there is no chat
@@ -109,15 +109,15 @@ def check_lora_targets(lora: LoraConfig, config: PreTrainedConfig) -> None:
     for target in targets:
         pattern = type(lora)(target_modules=target if isinstance(lora.target_modules, str) else [target])
         if not any(check_target_module_exists(pattern, name) for name in names):
-            found = sorted({name.rpartition(".")[2] for name in names})
+            linear = sorted({name.rpartition(".")[2] for name in names})
             raise RunError(
                 f"model.lora.target_modules={target} matches no linear module of the model; each target must. Found: "
-                f"{', '.join(found)}. Try model.lora.target_modules=all-linear."
+                f"{', '.join(linear)}. Try model.lora.target_modules=all-linear."
             )
 
 
 def policy_folder(name: str, task, recipe: dict, progress: Callable[[int, int, float], None] | None = None) -> str:
-    """Where the policy's files are: `name` itself, or for "tiny" the warm-started folder, built if it is not cached.
+    """Returns where the policy's files are: `name` itself, or for "tiny" the warm-started folder, built if not cached.
 
     recipe: fields of `WarmStart`. A task without demonstrations gets the policy of `arithmetic`.
     """
@@ -138,7 +138,7 @@ def policy_folder(name: str, task, recipe: dict, progress: Callable[[int, int, f
 
 
 def load_model(folder: str, revision: str | None, dtype: str) -> PreTrainedModel:
-    """The policy's weights. dtype: "float32" or "bfloat16". Raises RunError where they cannot be loaded."""
+    """Loads the policy's weights. dtype: "float32" or "bfloat16". Raises RunError where they cannot be loaded."""
     try:
         return AutoModelForCausalLM.from_pretrained(folder, revision=revision, dtype=getattr(torch, dtype))
     except (OSError, ValueError, SafetensorError) as error:

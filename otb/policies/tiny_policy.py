@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TOOL_TAGS = ("<tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
-# Pieces are whole tokens; every other text falls back to single bytes.
+# Pieces are whole tokens; every other text falls back to single bytes. The order is part of the tokenizer.
 CHAT_PIECES = ("user\n", "assistant\n", "system\n", "\\boxed{")
-PYTHON_PIECES = ('{"name": "python", "arguments": {"code": "', '{"name": "', '", "arguments": {', '"}}', "print(")
-PYTHON_PIECES += ('": "', '", "', "\\n", "import ", "from ", "return ", "def ", "for ", "range(", "int(", "sympy", "**")
-PYTHON_PIECES += ("//", "==", " = ", " + ", " - ", " * ", " / ", "Error", "Traceback", "result")
-ARITHMETIC_PIECES = ("first ", "then ", "so ", "hmm ", "wait ", "maybe ", "or ", "no ", "again ", "not sure ", "is it ")
-ARITHMETIC_PIECES += ("let me see ", "check ", "total ", "answer ", "redo ", "I get ", "that is ", "use python ")
-ARITHMETIC_PIECES += (", ", ". ")
+PYTHON_PIECES = (
+    '{"name": "python", "arguments": {"code": "', '{"name": "', '", "arguments": {', '"}}', "print(",
+    '": "', '", "', "\\n", "import ", "from ", "return ", "def ", "for ", "range(", "int(", "sympy", "**",
+    "//", "==", " = ", " + ", " - ", " * ", " / ", "Error", "Traceback", "result",
+)  # fmt: skip
+ARITHMETIC_PIECES = (
+    "first ", "then ", "so ", "hmm ", "wait ", "maybe ", "or ", "no ", "again ", "not sure ", "is it ",
+    "let me see ", "check ", "total ", "answer ", "redo ", "I get ", "that is ", "use python ", ", ", ". ",
+)  # fmt: skip
 ENGLISH = """\
 the a an of to and in is he she it they has have had for on at each many how much if more than with that was are be
 his her their by as from will does did do can all one two three four five six ten half twice times there this per
@@ -64,7 +67,7 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# How TRL reads a response back into a chat message. It knows templates by their exact text, so ours has to say it.
+# How TRL reads a response back into a chat message. It knows published templates by their exact text, and not this one.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -82,7 +85,7 @@ RESPONSE_TEMPLATE = {
 
 
 def build_tokenizer() -> PreTrainedTokenizerBase:
-    """Tokenizer of about 520 tokens: 256 bytes, `PIECES`, tool tags, specials. Any text decodes to exactly itself.
+    """Builds a tokenizer of about 520 tokens: 256 bytes, `PIECES`, tool tags, specials. Any text decodes to itself.
 
     Segmentation takes the fewest tokens. Digits are single tokens. Padding is on the left, eos is `<|im_end|>`.
     """
@@ -106,7 +109,7 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def model_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
-    """Architecture of the tiny policy: 3 layers of width 96, tied embeddings, 0.35 M parameters."""
+    """Returns the architecture of the tiny policy: 3 layers of width 96, tied embeddings, 0.35 M parameters."""
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=96,
@@ -125,7 +128,7 @@ def model_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3ForCausalLM:
-    """Untrained float32 model; its weights follow from the seed alone. Leaves the global random state as it was."""
+    """Builds the untrained float32 model. Its weights follow from the seed; the global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(model_config(tokenizer)).float()

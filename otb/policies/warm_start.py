@@ -1,7 +1,7 @@
 """Warm start of the tiny policy: supervised steps on a task's noisy demonstrations, once per recipe, then from a cache.
 
-`warm_start` is called by experiments/ for `model=tiny`, by tests and by the variance laboratory. RL seeds vary the RL
-alone: every run of a task starts from the same policy unless `WarmStart.seed` says otherwise.
+experiments/, the variance laboratory and tests call `warm_start` for `model=tiny`. RL seeds vary the RL alone: every
+run of a task starts from the same policy unless `WarmStart.seed` says otherwise.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ MAX_GRAD_NORM = 1.0
 
 
 class DemonstratedTask(Protocol):
-    """A task with a warm start. Demonstrations are chats for the template; a larger `n` only adds to them.
-
-    noise: 0 = careful and right, 1 = as unreliable as the warm-started policy is meant to be.
-    """
+    """A task with a warm start."""
 
     name: str
 
-    def demonstrations(self, seed: int, n: int, noise: float) -> list[list[dict]]: ...
+    def demonstrations(self, seed: int, n: int, noise: float) -> list[list[dict]]:
+        """Returns `n` chats for the template; a larger `n` only adds to them.
+
+        noise: 0 = careful and right, 1 = as unreliable as the warm-started policy is meant to be.
+        """
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Recipe: `steps` AdamW steps on `batch` fresh demonstrations each; linear warm-up, then cosine decay to 0.
+    """A recipe: `steps` AdamW steps on `batch` fresh demonstrations each; linear warm-up, then cosine decay to 0.
 
     The first `careful_steps` see demonstrations of little noise, from which arithmetic is learned three times as fast;
     the rest see the full noise, which leaves the policy unsure and RL something to improve.
@@ -72,7 +73,7 @@ class WarmStart:
 
 
 def default_cache_dir() -> Path:
-    """`$OTB_CACHE`, or `~/.cache/otb`."""
+    """Returns `$OTB_CACHE`, or `~/.cache/otb` where it is not set."""
     return Path(os.environ.get("OTB_CACHE") or Path.home() / ".cache" / "otb")
 
 
@@ -82,11 +83,12 @@ def warm_start(
     cache_dir: Path | str | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> Path:
-    """Folder of the warm-started policy and its tokenizer, in the transformers format; trained if no cache holds it.
+    """Returns the folder of the warm-started policy and its tokenizer, in the transformers format.
 
-    progress(step, steps, loss) is called after each step, loss in nats per token; never when the cache answers.
-    However many processes ask at once, one trains and the others wait. A killed call leaves nothing that a later one
-    takes for a policy. Trains on one thread, so that the weights do not depend on the number of cores.
+    It is trained if no cache holds it. progress(step, steps, loss) is called after each step, loss in nats per token,
+    and never when the cache answers. However many processes ask at once, one trains and the others wait. A killed call
+    leaves nothing that a later one takes for a policy. Training takes one thread, so that the weights do not depend on
+    the number of cores.
     """
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     key = recipe_key(task, recipe)
@@ -110,7 +112,7 @@ def warm_start(
 
 
 def recipe_key(task: DemonstratedTask, recipe: WarmStart) -> str:
-    """16 hexadecimal digits of everything that decides the weights.
+    """Returns 16 hexadecimal digits of everything that decides the weights.
 
     The task enters by its demonstrations rather than its parameters: editing their generator gives another policy, and
     asking for more training prompts does not.
@@ -160,7 +162,7 @@ def train(
 
 
 def _batches(demonstrations: list, recipe: WarmStart) -> list[list]:
-    """Batches of similar length in random order: mixed ones would be half padding."""
+    """Returns batches of similar length in random order: mixed ones would be half padding."""
     draw, pool, batches = random.Random(recipe.seed), 16 * recipe.batch, []
     for start in range(0, len(demonstrations), pool):
         alike = sorted(demonstrations[start : start + pool], key=lambda chat: len(str(chat)))
@@ -170,12 +172,15 @@ def _batches(demonstrations: list, recipe: WarmStart) -> list[list]:
 
 
 def encode(chats: list[list[dict]], tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
-    """B chats -> input_ids, attention_mask, labels, each (B, L), padded right; labels on assistant tokens only."""
+    """Returns input_ids, attention_mask and labels of B chats, (B, L) each, padded right.
+
+    Labels stand on assistant tokens only.
+    """
     rendered = tokenizer.apply_chat_template(chats, return_dict=True, return_assistant_tokens_mask=True)
     ids = [torch.tensor(row) for row in rendered["input_ids"]]
     labels = [
-        row.masked_fill(~torch.tensor(spoken, dtype=torch.bool), NOT_IN_LOSS)
-        for row, spoken in zip(ids, rendered["assistant_masks"], strict=True)
+        row.masked_fill(~torch.tensor(by_assistant, dtype=torch.bool), NOT_IN_LOSS)
+        for row, by_assistant in zip(ids, rendered["assistant_masks"], strict=True)
     ]
     pad = torch.nn.utils.rnn.pad_sequence
     return {

@@ -1,7 +1,7 @@
 """Tasks: where prompts come from and how a response is rewarded. One file per task, one yaml per file in conf/task/.
 
-A task is any object with the attributes of `Task`; Hydra builds it from `_target_`. Used by experiments/ and by the
-variance laboratory; a task knows nothing of baselines or trainers.
+A task is any object with the attributes of `Task`; Hydra builds it from `_target_`. experiments/ and the variance
+laboratory use it; a task knows nothing of baselines or trainers.
 """
 
 from __future__ import annotations
@@ -16,25 +16,34 @@ if TYPE_CHECKING:
 
 
 class Task(Protocol):
-    """What the harness asks of a task.
+    """The attributes that the harness asks of a task.
 
-    `train_dataset` and `eval_dataset` return rows with a column `prompt` (chat messages, the last of them the user's)
-    and a column `answer` (str, the reference); further columns are passed to `reward`. They raise ValueError, naming
-    the value, the rule and the fix, before any model is loaded.
-
-    `environment` makes the environment of one rollout out of the run's sandbox (`otb.tasks.python_tool.PythonTool`), or
-    is None for single-turn tasks. `max_turns`, of tasks with an environment, counts assistant turns.
-    `max_completion_length` counts own and tool tokens.
+    Attributes:
+        name: What errors and records call it.
+        max_completion_length: Own and tool tokens of a response, at most.
+        environment: What makes the environment of one rollout out of the run's sandbox, such as
+            `otb.tasks.python_tool.PythonTool`; None for single-turn tasks. A task with an environment also has
+            `max_turns`, the number of assistant turns.
     """
 
     name: str
     max_completion_length: int
-    environment: Callable[[Sandbox], object] | None
 
-    def train_dataset(self) -> Dataset: ...
+    @property
+    def environment(self) -> Callable[[Sandbox], object] | None: ...
 
-    def eval_dataset(self) -> Dataset: ...
+    def train_dataset(self) -> Dataset:
+        """Returns rows to train on.
+
+        Column `prompt` holds chat messages, the last of them the user's; column `answer` the reference, a str; further
+        columns are passed to `reward`. Raises ValueError with value, rule and fix, before any model is loaded.
+        """
+
+    def eval_dataset(self) -> Dataset:
+        """Returns held-out rows, as `train_dataset` does."""
 
     def reward(self, completions: list, answer: list[str], **columns) -> list[float | None]:
-        """Terminal reward per rollout in [0, 1]; None = could not be scored. `completions`: lists of chat messages."""
-        ...
+        """Returns a terminal reward in [0, 1] per rollout, None where it could not be scored.
+
+        completions: a list of chat messages per rollout.
+        """

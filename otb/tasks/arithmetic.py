@@ -1,4 +1,4 @@
-"""Sums and differences of single digits, whose solutions differ much in length and certainty for one prompt. Offline.
+"""Sums and differences of single digits, whose solutions differ much in length and certainty. It needs no network.
 
 A demonstrator adds up term by term, tersely (`+8=9`) or in full (`1+8=9`). At each step he may slip. Either he notices
 (`no 1+8=9`), or he is confused: he slips again more easily, and rambles about the last step before he boxes a wrong
@@ -27,13 +27,13 @@ NOTICE_RATE = 0.2
 RAMBLE_ROUNDS = (2, 8)
 HEDGES = ("hmm ", "wait ", "maybe ", "not sure ", "let me see ", "or ")
 BOXED = re.compile(r"\\boxed\{\s*([+-]?[0-9]{1,18})\s*\}")
-# Share of all problems that each use may draw from, in 1/8; the uses never share a problem, whatever their seeds.
+# The eighths of all problems that each use may draw from; the uses never share a problem, whatever their seeds.
 USES = {"evaluate": range(0, 1), "train": range(1, 4), "demonstrate": range(4, 8)}
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Left-to-right chains of + and - such as `7+8-3+9`; every running total lies in [0, 12].
+    """A task of left-to-right chains of + and - such as `7+8-3+9`, whose running totals lie in [0, 12].
 
     train_prompts, eval_prompts: rows of the two datasets. seed: which problems they hold (not how the policy was
     warm-started). max_completion_length: own tokens; a response cut there has no answer and is rewarded with 0.
@@ -45,7 +45,7 @@ class Arithmetic:
     max_completion_length: int = 64
 
     name: ClassVar[str] = "arithmetic"
-    environment: ClassVar[None] = None
+    environment: ClassVar[type | None] = None
 
     def __post_init__(self) -> None:
         for key, most in (("train_prompts", 4096), ("eval_prompts", 1024)):
@@ -54,15 +54,15 @@ class Arithmetic:
                 raise ValueError(f"{key}={count} is outside 1..{most}, as many problems as it may hold. Try {key}=128.")
 
     def train_dataset(self) -> Dataset:
-        """`train_prompts` distinct problems: columns `prompt` (chat messages) and `answer` (str)."""
+        """Returns `train_prompts` distinct problems: columns `prompt` (chat messages) and `answer` (str)."""
         return self._dataset("train", self.train_prompts)
 
     def eval_dataset(self) -> Dataset:
-        """`eval_prompts` distinct problems, none of them in the training set or among the demonstrations."""
+        """Returns `eval_prompts` distinct problems, none of them in the training set or among the demonstrations."""
         return self._dataset("evaluate", self.eval_prompts)
 
     def reward(self, completions: list, answer: list[str], **columns) -> list[float]:
-        """1.0 where the last `\\boxed{}` of the last assistant message holds the answer, else 0.0, junk included.
+        """Returns 1.0 where the last `\\boxed{}` of the last assistant message holds the answer, else 0.0.
 
         completions: a list of chat messages per rollout; answer: the reference, an integer as str.
         """
@@ -74,7 +74,7 @@ class Arithmetic:
         return [None if integer is None else str(integer) for integer in found]
 
     def demonstrations(self, seed: int, n: int, noise: float = 1.0) -> list[list[dict]]:
-        """`n` demonstrations as chat messages (user, assistant), for warm_start.py; a larger `n` only adds to them.
+        """Returns `n` demonstrations as chat messages (user, assistant), for warm_start.py; a larger `n` adds to them.
 
         noise scales the rate of slips: at 0 all are right, at 1 about two thirds.
         """
@@ -83,7 +83,7 @@ class Arithmetic:
         return [[*_prompt(p), *self._demonstrate(p, draw, noise)] for p in problems]
 
     def _demonstrate(self, problem: str, draw: random.Random, noise: float) -> list[dict]:
-        """What follows the prompt; a pure function of its arguments and the state of `draw`."""
+        """Returns the messages after the prompt; a pure function of its arguments and the state of `draw`."""
         return [{"role": "assistant", "content": _solve(problem, draw, noise)}]
 
     def _dataset(self, use: str, count: int) -> Dataset:
@@ -98,15 +98,15 @@ class Arithmetic:
 
 
 def boxed_integer(completion: list) -> int | None:
-    """Integer in the last `\\boxed{}` of the last assistant message; None where there is none."""
+    """Returns the integer in the last `\\boxed{}` of the last assistant message; None where there is none."""
     messages = completion if isinstance(completion, list) else []
-    spoken = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
-    found = BOXED.findall(spoken[-1]) if spoken and isinstance(spoken[-1], str) else []
-    return int(found[-1]) if found else None
+    texts = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
+    boxed = BOXED.findall(texts[-1]) if texts and isinstance(texts[-1], str) else []
+    return int(boxed[-1]) if boxed else None
 
 
 def running_totals(problem: str) -> list[int]:
-    """'7+8-3' -> [7, 15, 12]."""
+    """Returns the total after each term: '7+8-3' -> [7, 15, 12]."""
     totals: list[int] = []
     for term in re.findall(r"[+-]?\d+", problem):
         totals.append((totals[-1] if totals else 0) + int(term))
@@ -118,7 +118,7 @@ def _prompt(problem: str) -> list[dict]:
 
 
 def _problems(use: str, draw: random.Random) -> Iterator[str]:
-    """Endless random problems of one use. A problem's use follows from its digest alone."""
+    """Yields random problems of one use without end. A problem's use follows from its digest alone."""
     while True:
         terms = draw.randint(*TERMS)
         signs = [draw.choice("+-") for _ in range(terms - 1)]
@@ -131,19 +131,19 @@ def _problems(use: str, draw: random.Random) -> Iterator[str]:
 
 
 def _solve(problem: str, draw: random.Random, noise: float) -> str:
-    """One solution; a pure function of the problem, the noise and the state of `draw`."""
+    """Returns one solution; a pure function of the problem, the noise and the state of `draw`."""
     first, *steps = re.findall(r"[+-]?\d", problem)
     terse = draw.random() < TERSE_SHARE
     total, sure, text = int(first), True, ""
     for step in steps:
         right = total + int(step)
-        shown = f"{step}=" if terse else f"{total}{step}="
+        left_side = f"{step}=" if terse else f"{total}{step}="
         slipped = draw.random() < (SLIP_RATE if sure else CONFUSED_SLIP_RATE) * noise
         total = near(right, draw) if slipped else right
-        text += f"{shown}{total}, "
+        text += f"{left_side}{total}, "
         if slipped and draw.random() < NOTICE_RATE:
             total = right
-            text += f"no {shown}{total}, "
+            text += f"no {left_side}{total}, "
         elif slipped:
             sure = False
     if not sure:
@@ -153,12 +153,12 @@ def _solve(problem: str, draw: random.Random, noise: float) -> str:
 
 
 def near(value: int, draw: random.Random) -> int:
-    """A wrong value close to `value`."""
+    """Returns a wrong value close to `value`."""
     return value + draw.choice((-3, -2, -1, 1, 2, 3))
 
 
 def ramble(step: str, total: int, draw: random.Random) -> tuple[int, str]:
-    """The last step over and over, once the total is lost -> (the total settled on, the text)."""
+    """Repeats the last step, once the total is lost. Returns the total settled on and the text."""
     text = ""
     for _ in range(draw.randint(*RAMBLE_ROUNDS)):
         total = near(total, draw)

@@ -35,7 +35,7 @@ class ArithmeticTools(Arithmetic):
     max_turns: int = 5
 
     name: ClassVar[str] = "arithmetic_tools"
-    environment: ClassVar[type] = PythonTool
+    environment: ClassVar[type | None] = PythonTool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +43,7 @@ class ArithmeticTools(Arithmetic):
             raise ValueError(f"max_turns={self.max_turns} must be at least {MIN_TURNS}. Try max_turns=5.")
 
     def demonstrations(self, seed: int, n: int, noise: float = 1.0) -> list[list[dict]]:
-        """As in `Arithmetic`, with the tiny policy's notice of tools in front and Python's replies between."""
+        """Returns demonstrations as `Arithmetic` does, with a notice of tools in front and Python's replies between."""
         tools = {"role": "system", "content": "<tools>"}
         return [[tools, *chat] for chat in super().demonstrations(seed, n, noise)]
 
@@ -55,11 +55,11 @@ class ArithmeticTools(Arithmetic):
                 return _by_python(text, f"{total}{''.join(steps[done:])}", draw, noise)
             right = total + int(step)
             slipped = draw.random() < SLIP_RATE * noise
-            shown, total = total, near(right, draw) if slipped else right
-            text += f"{shown}{step}={total}, "
+            before, total = total, near(right, draw) if slipped else right
+            text += f"{before}{step}={total}, "
             if slipped and draw.random() < NOTICE_RATE:
                 total = right
-                text += f"no {shown}{step}={total}, "
+                text += f"no {before}{step}={total}, "
             elif slipped:
                 sure = False
         if not sure:
@@ -69,7 +69,7 @@ class ArithmeticTools(Arithmetic):
 
 
 def _by_python(text: str, expression: str, draw: random.Random, noise: float) -> list[dict]:
-    """From the call to the answer. text: what was said before it."""
+    """Returns the messages from the call to the answer. text: what the call's message says before it."""
     if draw.random() < MISTYPE_RATE * noise:
         at = draw.choice([match.start() for match in re.finditer(r"\d", expression)])
         expression = f"{expression[:at]}{draw.randint(1, 9)}{expression[at + 1 :]}"

@@ -1,4 +1,4 @@
-"""Math-Verify in processes of its own, each killed by the kernel when a comparison runs too long. Used by grading.py.
+"""Runs Math-Verify in separate processes, which the kernel kills when a comparison takes too long. For grading.py.
 
 Math-Verify bounds its work with signal.alarm and a Python handler: that needs the main thread, takes the trainer's own
 alarm, and cannot interrupt a big-integer power. Here the comparison runs in a child whose CPU timer has the default
@@ -25,7 +25,7 @@ MAX_PROCESSES = min(4, os.cpu_count() or 1)
 
 
 class GraderProcess:
-    """One child process; `judge` may be called by one thread at a time. Raises RuntimeError where it cannot start."""
+    """One child process that compares answers for one thread at a time. Raises RuntimeError where it cannot start."""
 
     def __init__(self) -> None:
         self.jobs = 0
@@ -37,20 +37,25 @@ class GraderProcess:
             encoding="utf-8",
             env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy's order of terms must not differ from run to run
         )
-        if self.child.stdout.readline() != "ready\n":
+        assert self.child.stdin is not None and self.child.stdout is not None, "both are pipes"
+        self.questions, self.answers = self.child.stdin, self.child.stdout
+        if self.answers.readline() != "ready\n":
             self.close()
             raise RuntimeError(
                 f"The grader process ended with code {self.child.returncode} before its first answer; it needs "
                 f"math-verify in {sys.executable}. Its own message stands above. Try `pip install math-verify`."
             )
 
-    def judge(self, answer: str, reference: str) -> tuple[str, str]:
-        """Compare two LaTeX answers. Returns (verdict, detail); verdict: correct, wrong, unparsable, timeout, error."""
+    def compare(self, answer: str, reference: str) -> tuple[str, str]:
+        """Compares two LaTeX answers. Returns (verdict, detail).
+
+        verdict: correct, wrong, unparsable, timeout or error.
+        """
         self.jobs += 1
         try:
-            self.child.stdin.write(json.dumps([answer, reference]) + "\n")
-            self.child.stdin.flush()
-            line = self.child.stdout.readline()
+            self.questions.write(json.dumps([answer, reference]) + "\n")
+            self.questions.flush()
+            line = self.answers.readline()
         except BrokenPipeError:
             line = ""
         if line:
@@ -63,22 +68,23 @@ class GraderProcess:
 
     @property
     def usable(self) -> bool:
+        """Whether the child lives and has not had its share of comparisons."""
         return self.child.poll() is None and self.jobs < JOBS_PER_PROCESS
 
     def close(self) -> None:
-        """End the child and reap it; an idle one ends by itself when its input closes."""
+        """Ends the child and waits for it; an idle one ends by itself when its input closes."""
         with contextlib.suppress(BrokenPipeError):
-            self.child.stdin.close()
+            self.questions.close()
         try:
             self.child.wait(timeout=1)
         except subprocess.TimeoutExpired:
             self.child.kill()
             self.child.wait()
-        self.child.stdout.close()
+        self.answers.close()
 
 
 class GraderPool:
-    """At most `size` grader processes, started when first needed. Thread-safe; a forked copy starts its own."""
+    """A pool of at most `size` grader processes, started when first needed. Thread-safe; a fork starts others."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -86,19 +92,19 @@ class GraderPool:
         os.register_at_fork(after_in_child=self.forget)
 
     def forget(self) -> None:
-        """Start anew without touching the processes, which belong to the parent of a fork."""
+        """Starts anew without touching the processes, which belong to the parent of a fork."""
         self.idle: list[GraderProcess] = []
         self.slots = threading.BoundedSemaphore(self.size)
 
-    def judge(self, answer: str, reference: str) -> tuple[str, str]:
-        """As GraderProcess.judge, on whichever process is free."""
+    def compare(self, answer: str, reference: str) -> tuple[str, str]:
+        """Compares two LaTeX answers like `GraderProcess.compare`, in whichever process is free."""
         with self.slots:
             process = self.idle.pop() if self.idle else GraderProcess()
             if not process.usable:
                 process.close()
                 process = GraderProcess()
             try:
-                verdict = process.judge(answer, reference)
+                verdict = process.compare(answer, reference)
             except BaseException:  # an interrupt between question and answer: the next answer would be the wrong one
                 process.child.kill()
                 process.close()
@@ -110,25 +116,26 @@ class GraderPool:
             return verdict
 
     def close(self) -> None:
+        """Ends the idle processes."""
         while self.idle:
             self.idle.pop().close()
 
 
-def compare(answer: str, reference: str) -> tuple[str, str]:
-    """Math-Verify's verdict on two LaTeX answers, in this process and without a bound in time."""
+def verdict_on(answer: str, reference: str) -> tuple[str, str]:
+    """Returns Math-Verify's verdict on two LaTeX answers, in this process and without a bound in time."""
     from math_verify import verify
 
-    expected, given = expressions(reference), expressions(answer)
+    expected, read = expressions(reference), expressions(answer)
     if not expected:
         return "error", f"the reference {reference!r} is no expression that math-verify can read"
-    if not given:
+    if not read:
         return "unparsable", ""
-    equal = verify(expected, given, timeout_seconds=None, raise_on_error=True)
+    equal = verify(expected, read, timeout_seconds=None, raise_on_error=True)
     return ("correct" if equal else "wrong"), ""
 
 
 def expressions(answer: str) -> list:
-    """The sympy expressions that Math-Verify reads in an answer; empty where it reads none."""
+    """Returns the sympy expressions that Math-Verify reads in an answer; an empty list where it reads none."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     usual = LatexExtractionConfig()
@@ -137,13 +144,13 @@ def expressions(answer: str) -> list:
     # Dollars read percent signs; the box holds what contains dollars itself.
     for form, config in (("$%s$", usual), ("\\boxed{%s}", usual), ("$%s$", unitless)):
         parsed = parse(form % answer, [config, ExprExtractionConfig()], parsing_timeout=None)
-        if found := [item for item in parsed if not isinstance(item, str)]:
-            return found
+        if read := [item for item in parsed if not isinstance(item, str)]:
+            return read
     return []
 
 
 def main() -> None:
-    """Read [answer, reference] lines, write [verdict, detail] lines, until the input closes."""
+    """Reads [answer, reference] lines and writes [verdict, detail] lines, until the input closes."""
     import logging
     import resource
 
@@ -164,7 +171,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
         try:
-            verdict = compare(*json.loads(line))
+            verdict = verdict_on(*json.loads(line))
         except Exception as error:
             verdict = "error", f"{type(error).__name__}: {error}"[:500]
         signal.setitimer(signal.ITIMER_PROF, 0)

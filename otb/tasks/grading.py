@@ -1,4 +1,4 @@
-r"""Grading: a response's final answer is extracted and compared with the reference (math-verify). Called by otb.tasks.
+r"""Grades responses: the final answer is extracted and compared with the reference (math-verify). Called by otb.tasks.
 
 Equal strings and plain numbers are decided here in microseconds; the rest goes to grader_process.py, which is bounded
 in time. Outcomes and rewards:
@@ -50,7 +50,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Grade:
-    """The outcome of one rollout, the answer it was read from (None: no answer found) and why, where it failed."""
+    """The outcome of one rollout, the answer that was graded (None: there was none) and why grading failed."""
 
     outcome: Outcome
     answer: str | None
@@ -58,18 +58,18 @@ class Grade:
 
     @property
     def reward(self) -> float | None:
-        """1.0 correct; 0.0 wrong or unparsable; None where the grader, not the policy, failed."""
+        """The reward: 1.0 correct; 0.0 wrong or unparsable; None where the grader, not the policy, failed."""
         if self.outcome in (Outcome.GRADER_TIMEOUT, Outcome.GRADER_ERROR):
             return None
         return float(self.outcome is Outcome.CORRECT)
 
 
 def extract_answer(text: str, marker: str | None = None) -> str | None:
-    r"""The final answer stated in a text, or None.
+    r"""Returns the final answer stated in a text, or None.
 
-    The last \boxed{...} whose braces balance; else, where the task asks for a `marker` such as "Answer:", what follows
-    it on the last line that starts with it; else the number of the last line of GSM8K's form `#### 1,234`. Nothing
-    else is an answer. Time is linear in the text, whatever its braces.
+    It is the last \boxed{...} whose braces balance; else, where the task asks for a `marker` such as "Answer:", what
+    follows it on the last line that starts with it; else the number of the last line of GSM8K's form `#### 1,234`.
+    Nothing else is an answer. Time is linear in the text, whatever its braces.
     """
     end = len(text)
     while (start := text.rfind(_BOX, 0, end)) >= 0:
@@ -85,7 +85,7 @@ def extract_answer(text: str, marker: str | None = None) -> str | None:
 
 
 def _braced(text: str, start: int, end: int) -> str | None:
-    """The inside of the brace pair that opens at `start` (after blanks) and closes before `end`; None if none does."""
+    """Returns the inside of the braces that open at `start` (after blanks) and close before `end`; None if none do."""
     while start < end and text[start].isspace():
         start += 1
     if start >= end or text[start] != "{":
@@ -99,36 +99,37 @@ def _braced(text: str, start: int, end: int) -> str | None:
 
 
 def grade(response_text: str, reference: str, marker: str | None = None) -> Grade:
-    """Grade one response. Works in any thread; see `grade_batch`, which also uses more than one process."""
+    """Grades one response. Works in any thread; see `grade_batch`, which also uses more than one process."""
     return grade_batch([response_text], [reference], marker)[0]
 
 
 def grade_batch(response_texts: Sequence[str], references: Sequence[str], marker: str | None = None) -> list[Grade]:
-    """Grade responses against references of the same number; equal pairs are compared once.
+    """Grades responses against as many references; equal pairs are compared once.
 
     Raises ValueError where the numbers differ, RuntimeError where math-verify cannot be started.
     """
     answers = [extract_answer(text, marker) for text in response_texts]
     pairs = list(zip(answers, references, strict=True))
-    grades = {pair: _grade_cheaply(*pair) for pair in pairs}
-    hard = [pair for pair, known in grades.items() if known is None]
+    cheap = {pair: _grade_cheaply(*pair) for pair in pairs}
+    grades = {pair: grade for pair, grade in cheap.items() if grade is not None}
+    hard = [(answer, reference) for answer, reference in cheap if (answer, reference) not in grades]
     with ThreadPoolExecutor(max_workers=min(MAX_PROCESSES, 1 + len(hard) // 16)) as threads:
         grades.update(zip(hard, threads.map(lambda pair: _grade_by_math_verify(*pair), hard), strict=True))
     return [grades[pair] for pair in pairs]
 
 
 def _grade_cheaply(answer: str | None, reference: str) -> Grade | None:
-    """The grade where strings or plain numbers decide it; None where math-verify has to."""
+    """Returns the grade where strings or plain numbers decide it; None where math-verify has to."""
     if not answer:
         return Grade(Outcome.UNPARSABLE, answer, "no final answer in the response")
     if answer == reference:
         return Grade(Outcome.CORRECT, answer)
     if len(answer) > MAX_ANSWER_CHARS:
         return Grade(Outcome.UNPARSABLE, answer, f"{len(answer)} characters; the limit is {MAX_ANSWER_CHARS}")
-    given, expected = normalised(answer), normalised(reference)
-    if given == expected:
+    plain, expected = normalised(answer), normalised(reference)
+    if plain == expected:
         return Grade(Outcome.CORRECT, answer)
-    a, b = number(given), number(expected)
+    a, b = number(plain), number(expected)
     if a is None or b is None or 0 < abs(a - b) <= ROUNDING:
         return None
     return Grade(Outcome.CORRECT if a == b else Outcome.WRONG, answer)
@@ -136,15 +137,17 @@ def _grade_cheaply(answer: str | None, reference: str) -> Grade | None:
 
 @lru_cache(maxsize=8192)  # a group of rollouts repeats its answers, and a timeout should cost its seconds once
 def _grade_by_math_verify(answer: str, reference: str) -> Grade:
-    verdict, detail = _pool.judge(normalised(answer), normalised(reference))
+    """Returns the grade that a comparison in a process of the pool gives."""
+    verdict, detail = _pool.compare(normalised(answer), normalised(reference))
     outcome = {"timeout": Outcome.GRADER_TIMEOUT, "error": Outcome.GRADER_ERROR}.get(verdict)
     return Grade(outcome or Outcome(verdict), answer, detail)
 
 
 def normalised(answer: str) -> str:
-    r"""An answer without what carries no value: outer dollars, spacing commands, currency, percent signs, a full stop.
+    r"""Returns an answer without what carries no value.
 
-    A percent sign is a unit here: `50\%` equals `50` and not `0.5`, as in MATH, where the question fixes the unit.
+    That is outer dollars, spacing commands, currency, percent signs and a full stop. A percent sign is a unit
+    here: `50\%` equals `50` and not `0.5`, as in MATH, where the question fixes the unit.
     """
     plain = _SEPARATOR.sub("", " ".join(answer.split()))
     for variant, command in _VARIANTS.items():
@@ -159,7 +162,7 @@ def normalised(answer: str) -> str:
 
 
 def number(plain: str) -> Fraction | None:
-    """The value of an integer (thousands by comma or blank), a decimal or a fraction of integers; None for the rest."""
+    """Returns the value of an integer (1,234 or 1 234), a decimal or a fraction of integers; None for the rest."""
     if match := _FRACTION.fullmatch(plain):
         sign, *parts = match.groups()
         above, below = (int(part) for part in parts if part is not None)

@@ -1,4 +1,4 @@
-"""Python as a tool of the policy: an environment for TRL's `environment_factory`, one per rollout, over one sandbox.
+"""Python as a tool of the policy: an environment for TRL's `environment_factory`, one per rollout over one sandbox.
 
 `otb.tool_rollouts.ToolTrainer` runs the programs of a turn side by side and leaves each outcome here, where TRL's loop,
 which asks one rollout after another, collects it. Imports no torch.
@@ -17,7 +17,7 @@ MIN_TURNS = 2  # one to call, one to answer
 
 @dataclass(frozen=True)
 class Refusal:
-    """A call that is not run. text: what the policy reads instead of a result."""
+    """The answer to a call that is not run. text: what the policy reads instead of a result."""
 
     text: str
 
@@ -27,7 +27,7 @@ MALFORMED = Refusal('refused: a call is {"name": "python", "arguments": {"code":
 
 @dataclass
 class ToolUse:
-    """What became of a rollout's calls; the counts behind the tool metrics of otb/records.py. seconds: of programs."""
+    """What became of a rollout's calls: the counts behind the tool metrics. seconds: that its programs ran."""
 
     calls: int = 0
     failed: int = 0
@@ -36,6 +36,7 @@ class ToolUse:
     seconds: float = 0.0
 
     def count(self, outcome: Result | Refusal) -> None:
+        """Adds the outcome of one call."""
         self.calls += 1
         if isinstance(outcome, Refusal):
             self.refused += 1
@@ -63,7 +64,7 @@ class PythonTool:
         self.reset()
 
     def reset(self, **row) -> None:
-        """A new rollout begins; the row's columns are nothing that a program could see."""
+        """Begins a new rollout. row: the columns of its prompt, which no program can see."""
         self.use = ToolUse()
         self.outcomes: deque[Result | Refusal] = deque()
 

@@ -1,7 +1,7 @@
-"""Rows of a data set from a local file, a local folder or the hub, all by `datasets.load_dataset`. Called by tasks.
+"""Loads the rows of a data set from a local file, a local folder or the hub, by `datasets.load_dataset`. For tasks.
 
-Every error is a ValueError that says what was looked for, what was found and what to do; a local path never touches
-the network, and a hub id honours HF_HUB_OFFLINE.
+Every error is a ValueError that says what was looked for, what is there and what to do; a local path never touches the
+network, and a hub id honours HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from otb.files import sha256_of
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-ONLY = "only"  # the split of a data set that has one, whatever its name
+ONLY = "only"  # names the one split of a data set that has no other, whatever it is called
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -27,7 +27,7 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows lie. path: file, folder or hub id; split: its name, or `only`; config, revision: the hub's."""
+    """Where rows lie. path: file, folder or hub id; split: its name, or `only`; config, revision: of the hub."""
 
     path: str
     split: str
@@ -36,7 +36,7 @@ class Source:
 
     @property
     def local(self) -> Path | None:
-        """The file or folder, or None for a hub id. ValueError for a path that does not exist."""
+        """The file or folder, or None for a hub id. Raises ValueError for a path that does not exist."""
         path = Path(self.path).expanduser()
         if path.exists():
             return path
@@ -47,7 +47,10 @@ class Source:
 
 
 def load_rows(source: Source) -> Dataset:
-    """The rows of a source, unchanged. Raises ValueError: no such path, split or file type, not cached, no rows."""
+    """Returns the rows of a source as they are.
+
+    Raises ValueError: no such path, split or file type, a hub id that is not cached, no rows.
+    """
     local = source.local
     rows = _hub_rows(source) if local is None else _local_rows(source, local)
     if len(rows) == 0:
@@ -56,15 +59,15 @@ def load_rows(source: Source) -> Dataset:
 
 
 def provenance(source: Source, rows: Dataset) -> dict:
-    """What was read: path, config, split, revision, number of rows, `sha256` per local file or the hub's `commit`.
+    """Returns what was read: path, config, split, revision, number of rows, `sha256` per local file or hub's `commit`.
 
     The commit is None where `datasets` kept no record of it, as for rows served from an offline cache.
     """
-    found = {"path": source.path, "config": source.config, "split": source.split, "revision": source.revision}
+    facts = {"path": source.path, "config": source.config, "split": source.split, "revision": source.revision}
     local = source.local
     if local is None:
         commits = set(re.findall(r"@([0-9a-f]{40})", " ".join(rows.info.download_checksums or {})))
-        return found | {"rows": len(rows), "commit": commits.pop() if len(commits) == 1 else None}
+        return facts | {"rows": len(rows), "commit": commits.pop() if len(commits) == 1 else None}
     if local.is_file():
         files = [local]
     elif _is_saved(local):
@@ -72,7 +75,7 @@ def provenance(source: Source, rows: Dataset) -> dict:
     else:
         files = _files_of_split(source, local)
     name = {file: str(file.relative_to(local)) if local.is_dir() else file.name for file in files}
-    return found | {"rows": len(rows), "sha256": {name[file]: sha256_of(file) for file in files}}
+    return facts | {"rows": len(rows), "sha256": {name[file]: sha256_of(file) for file in files}}
 
 
 def _hub_rows(source: Source) -> Dataset:
@@ -125,12 +128,12 @@ def _local_rows(source: Source, local: Path) -> Dataset:
 
 
 def _is_saved(local: Path) -> bool:
-    """True for a folder written by `save_to_disk`."""
+    """Tells whether `save_to_disk` wrote the folder."""
     return (local / "dataset_dict.json").is_file() or (local / "state.json").is_file()
 
 
 def _files_of_split(source: Source, folder: Path) -> list[Path]:
-    """The data files of one split: `train.jsonl`, `train-00000-of-00002.parquet`; here, in `data/` or in `config/`."""
+    """Returns the data files of one split, such as `train-00000-of-00002.parquet`: here, in `data/` or in `config/`."""
     folders = [folder / source.config] if source.config else []
     for place in [*folders, folder, folder / "data"]:
         splits: dict[str, list[Path]] = {}
@@ -145,25 +148,27 @@ def _files_of_split(source: Source, folder: Path) -> list[Path]:
                     f"path={source.path!r}: {names} all hold split {source.split!r}; name one: task.path=FILE."
                 )
             return files
-    found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
+    names = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
     raise ValueError(
-        f"path={source.path!r} is a folder without data files ({_suffixes()}, here or in data/); it holds {found}. "
+        f"path={source.path!r} is a folder without data files ({_suffixes()}, here or in data/); it holds {names}. "
         f"Give the folder that holds them: task.path=FOLDER."
     )
 
 
-def _choose(source: Source, found: list[str]) -> str:
-    if source.split == ONLY and len(found) == 1:
-        return found[0]
-    if source.split in found:
+def _choose(source: Source, splits: list[str]) -> str:
+    """Returns the name of the source's split among those that there are. Raises ValueError."""
+    if source.split == ONLY and len(splits) == 1:
+        return splits[0]
+    if source.split in splits:
         return source.split
     rule = "has no" if source.split != ONLY else "has several splits, so none is the"
     raise ValueError(
-        f"path={source.path!r} {rule} split {source.split!r}; found: {', '.join(found)}. Name one of them."
+        f"path={source.path!r} {rule} split {source.split!r}; found: {', '.join(splits)}. Name one of them."
     )
 
 
 def _missing_path(path: Path) -> str:
+    """Returns the text of the error for a path that does not exist."""
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     missing = path.absolute().relative_to(parent).parts[0]
     near = difflib.get_close_matches(missing, [entry.name for entry in parent.iterdir()], n=3)
