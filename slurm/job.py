@@ -61,8 +61,7 @@ class Supervisor:
             code, reason = self._attempt()
             if code == 0:
                 return 0
-            facts = job_facts(self.id)
-            state, self.ends = facts.get("JobState", "RUNNING"), end_time(facts) or self.ends  # it can be changed
+            state = job_facts(self.id).get("JobState", "RUNNING")
             if code == TRY_AGAIN or state != "RUNNING":  # SLURM ended the processes, whatever they say
                 return self._requeue(state)
             if code == KILLED and may_restart(self.job, self.options["max_restarts"]):

@@ -88,6 +88,8 @@ MinJobAge=60
 OverTimeLimit=0
 MaxArraySize=2001
 MaxJobCount=10000
+# job ids give the ports of runs of several processes: two clusters on one machine must not begin alike
+FirstJobId=$((100 * (ports[0] % 190) + 1))
 SlurmdParameters=config_overrides
 NodeName=$host NodeAddr=127.0.0.1 CPUs=$cpus RealMemory=$memory State=UNKNOWN
 PartitionName=main Nodes=$host Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=120

@@ -135,7 +135,7 @@ def test_a_program_that_is_too_long_is_refused_unrun():
 
 @needs_bubblewrap
 def test_run_python_runs_one_program():
-    result = api.run_python("print(1 + 1)")
+    result = api.run_python("print(1 + 1)", PATIENT)
     assert (result.status, result.stdout, result.text) == ("ok", "2\n", "2")
     api._default().close()
     api._default.cache_clear()
@@ -319,7 +319,7 @@ def test_nothing_is_left_after_closing():
     before = open_descriptors(), threading.active_count()
     pids = []
     for _ in range(3):
-        with Bubblewrap(workers=1, packages=()) as sandbox:
+        with Bubblewrap(PATIENT, workers=1, packages=()) as sandbox:
             sandbox.run("print(1)")
             pids += parts(sandbox)
     assert (open_descriptors(), threading.active_count()) == before
@@ -331,7 +331,7 @@ def test_the_brokers_descriptors_and_environment_do_not_grow_with_the_trainers(m
     monkeypatch.setenv("OTB_SECRET", "s3cr3t")
     with open(os.devnull) as file:
         os.set_inheritable(file.fileno(), True)
-        with Bubblewrap(workers=1, packages=()) as sandbox:
+        with Bubblewrap(PATIENT, workers=1, packages=()) as sandbox:
             for pid in parts(sandbox):
                 with contextlib.suppress(PermissionError), open(f"/proc/{pid}/environ") as environment:
                     assert "s3cr3t" not in environment.read()
@@ -460,7 +460,7 @@ def test_an_answer_of_http_without_a_run_is_a_sandbox_failure():
 
 
 def test_unsafe_subprocess_says_so_loudly():
-    with pytest.warns(UserWarning, match="WITHOUT ISOLATION"), UnsafeSubprocess() as sandbox:
+    with pytest.warns(UserWarning, match="WITHOUT ISOLATION"), UnsafeSubprocess(PATIENT) as sandbox:
         assert sandbox.run("print(1 + 1)").stdout == "2\n"
 
 

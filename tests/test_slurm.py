@@ -24,7 +24,8 @@ LOOK = 0.3  # seconds between two looks at SLURM
 SEEDS = (0, 1, 2)  # all of them are preempted first, and later
 REQUEUED, KILLED_SUPERVISOR, KILLED = SEEDS
 LIMITED = 4  # hits its time limit
-WARNED_SECONDS_BEFORE = 600
+# Warned a minute after its start or sooner, with ten minutes to write its checkpoint: enough on any machine.
+LIMIT = ["hydra.launcher.timeout_min=11", "hydra.launcher.signal_delay_s=600"]
 PROGRAMS = ("slurmctld", "slurmd", "munged")
 
 
@@ -69,8 +70,7 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
     (runs_dir / "broken").touch()
     broken = {"OTB_TEST_FAILING_RANK": "1", "OTB_TEST_FAILING_FILE": str(runs_dir / "broken")}
     send("ranks", "steps=2", "seed=10", "hydra.launcher.tasks_per_node=2", **broken)
-    warn_early = ["hydra.launcher.timeout_min=60", f"hydra.launcher.signal_delay_s={WARNED_SECONDS_BEFORE}"]
-    (limited,) = send("limited", f"seed={LIMITED}", *warn_early, **once.environment)
+    send("limited", f"seed={LIMITED}", *LIMIT, **once.environment)
     send("mixed", "group_size=1", "task.train_prompts=10,2", "steps=1", "baseline=otb,grpo")
     (cancelled,) = send("cancelled", "seed=11", **once.environment)
     local, seen["local"] = start_locally(policy, runs_dir.parent / "local")
@@ -87,21 +87,13 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
         twice.release(names[REQUEUED])
 
     def kill_supervisor() -> None:
-        for process in supervisors(job("main", KILLED_SUPERVISOR)):
-            process.kill()
+        (supervisor,) = supervisors(runs_dir / "main", job("main", KILLED_SUPERVISOR))
+        supervisor.kill()
         twice.release(names[KILLED_SUPERVISOR])
 
     def kill() -> None:
         os.kill(twice.held()[names[KILLED]], signal.SIGKILL)
         twice.release(names[KILLED])
-
-    def come_to_the_time_limit() -> None:
-        """The limit is set so near that the warning is due; a minute of it is left, and as much as SLURM allows."""
-        name = job("limited")["job"]
-        set_limit(cluster, name, minutes=minutes_run(cluster, name) + WARNED_SECONDS_BEFORE // 60)
-        running = f"{name} RUNNING"
-        wait_for(lambda: running not in cluster.queue() or job("limited")["starts"] > 1, every=LOOK)
-        set_limit(cluster, name, minutes=60)
 
     def send_ranks_again() -> None:
         seen["failed ranks"] = job("ranks")
@@ -113,7 +105,6 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
         (lambda: names[KILLED] in twice.held(), kill),
         (lambda: names[KILLED_SUPERVISOR] in twice.held(), kill_supervisor),
         (lambda: cancelled.path.name in once.held(), lambda: cluster.command("scancel", job("cancelled")["job"])),
-        (lambda: limited.path.name in once.held(), come_to_the_time_limit),
         (lambda: job("ranks")["error"] and not in_queue(cluster, job("ranks")["job"]), send_ranks_again),
     ]
     while disturbances:
@@ -125,19 +116,6 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
     commands.join(local)
     assert local.exitcode == 0, (seen["local"] / "log").read_text()
     return seen
-
-
-def minutes_run(cluster: Cluster, job: str) -> int:
-    """Whole minutes that a job has run, rounded up."""
-    facts = dict(word.partition("=")[::2] for word in cluster.command("scontrol", "show", "job", "-o", job).split())
-    hours, minutes, _ = facts["RunTime"].split(":")
-    return 60 * int(hours) + int(minutes) + 1
-
-
-def set_limit(cluster: Cluster, job: str, minutes: int) -> None:
-    """As soon as SLURM takes it, which it does not while the job is on its way back into the queue."""
-    update = ("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
-    wait_for(lambda: cluster.succeeds(*update) or not in_queue(cluster, job), every=LOOK)
 
 
 def start_locally(policy: Path, folder: Path):
@@ -186,13 +164,13 @@ def preempt(cluster: Cluster, runs: list[RunDirectory]) -> list[tuple[int, list]
     return preempted
 
 
-def supervisors(job: dict) -> list[psutil.Process]:
-    """The process in a SLURM job that watches over the run."""
+def supervisors(folder: Path, job: dict) -> list[psutil.Process]:
+    """The process in a SLURM job of this sweep that watches over the run."""
     array, index = job["job"].split("_")
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "slurm.job" in (process.info["cmdline"] or ())
+        if {"slurm.job", str(folder)} <= set(process.info["cmdline"] or ())
         and process.environ().get("SLURM_ARRAY_JOB_ID") == array
         and process.environ().get("SLURM_ARRAY_TASK_ID") == index
     ]

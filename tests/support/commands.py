@@ -5,6 +5,7 @@ They are forked from a server that has imported torch.
 The imports cost seconds, and a test that kills a run twenty times would pay them twenty times.
 """
 
+import atexit
 import ctypes
 import importlib
 import json
@@ -99,6 +100,13 @@ def join(process: multiprocessing.Process) -> None:
     """Waits for the end. Raises AssertionError where it does not come."""
     process.join(PATIENCE_SECONDS)
     assert process.exitcode is not None, f"the command did not end within {PATIENCE_SECONDS:g} s"
+
+
+@atexit.register
+def end_what_a_failed_test_left() -> None:
+    """A run that nobody releases would keep the session from ending."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def cpu_seconds(log: Path) -> float:

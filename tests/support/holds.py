@@ -14,7 +14,6 @@ Moments:
 
 import contextlib
 import os
-import time
 from functools import wraps
 from pathlib import Path
 
@@ -87,8 +86,7 @@ def hold(moment: str, run: str = UNNAMED) -> None:
     aside.write_text(str(os.getpid()))
     aside.rename(file)
     released = [folder / f"{name}.released" for name in (run, UNNAMED)]
-    while not received() and not any(name.exists() for name in released):
-        time.sleep(0.01)
+    wait_for(lambda: received() or any(name.exists() for name in released), every=0.02)
     file.unlink()
 
 

@@ -26,16 +26,10 @@ class Cluster:
         return self.command(str(SCRIPT), what, str(self.folder))
 
     def command(self, *words: str, **extra: str) -> str:
-        done = self._run(*words, **extra)
+        variables = self.variables | extra
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
-
-    def succeeds(self, *words: str) -> bool:
-        return self._run(*words).returncode == 0
-
-    def _run(self, *words: str, **extra: str) -> subprocess.CompletedProcess:
-        variables = self.variables | extra
-        return subprocess.run(words, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
     def sweep(self, runs_dir: Path, *arguments: str, launcher: str = "slurm_cpu", **extra: str):
         """`python experiments/run.py -m ...` with short runs."""
