@@ -349,7 +349,7 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 
 def sample_step(sample: Path) -> int:
     """The step of a file in rollouts/, such as step-00000040.parquet or failed-00000041-rank1.parquet."""
-    return int(re.search(r"\d+", sample.stem).group())
+    return int(re.findall(r"\d+", sample.stem)[0])
 
 
 def timestamp() -> str:

@@ -73,7 +73,9 @@ def every_call_readable(tokenizer, end_tokens: Sequence[int]) -> Iterator[None]:
 def code_of(call: dict) -> str | None:
     """The program of a parsed tool call; None where it is no call of `python` with a program and nothing else."""
     function = call.get("function")
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, dict) or function.get("name") != "python" or arguments.keys() != {"code"}:
+    if not isinstance(function, dict) or function.get("name") != "python":
+        return None
+    arguments = function.get("arguments")
+    if not isinstance(arguments, dict) or arguments.keys() != {"code"}:
         return None
     return arguments["code"] if isinstance(arguments["code"], str) else None

@@ -67,7 +67,7 @@ class ToolTrainer(OTBTrainer):
         with every_call_readable(self._tokenizer, self._end_tokens):
             generated = super()._generate(prompts)
         self._end(self._waiting)
-        self._count_as_truncated(*generated[1:3], generated[4])
+        self._count_as_truncated(generated[1], generated[2], generated[4])
         self._log_tool_use()
         return generated
 
@@ -221,7 +221,7 @@ class ToolTrainer(OTBTrainer):
     def _log_tool_use(self) -> None:
         """The tool metrics of otb/records.py, over all processes; shares of calls only where there were calls."""
         uses = [rollout.environment.use for rollout in self._rollouts]
-        columns = {
+        columns: dict[str, list] = {
             "rollouts": [1 for _ in uses],
             "turns_mean": [rollout.turns for rollout in self._rollouts],
             "cut_by_turns": [rollout.cut == "turns" for rollout in self._rollouts],

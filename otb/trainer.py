@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from otb import baselines, exact_norms
 from otb.advantages import advantages as advantages_of
+from otb.baselines import StatefulBaseline
 from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
@@ -95,7 +97,7 @@ class OTBConfig(GRPOConfig):
 
     def __post_init__(self):
         if self.num_generations == 1:
-            self.num_generations = _SingleRollout(1)
+            self.num_generations: int = _SingleRollout(1)
         super().__post_init__()
         self.num_generations = int(self.num_generations)
         if self.scale_rewards != "none":
@@ -119,6 +121,7 @@ class OTBTrainer(GRPOTrainer):
     """
 
     _tag_names = ["trl", "otb"]
+    _buffered_inputs: list[dict] | None  # TRL's micro-batches of the last generation
     _name = "OTB"
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, baseline: Callable = otb, **kwargs):
@@ -328,7 +331,7 @@ class OTBTrainer(GRPOTrainer):
                 log_probs[rows, :width], log_sum_sq_probs[rows, :width] = probabilities = self._passes.pop()
                 if reduced is not None:
                     states = self._token_states(output, rows, hidden_states.pop()[:, -width - 1 : -1], *probabilities)
-                    reduced.append((rows, *self.baseline.reduce(states)))
+                    reduced.append((rows, *cast(StatefulBaseline, self.baseline).reduce(states)))
         return log_probs, log_sum_sq_probs
 
     def _token_states(self, output: dict, rows: Tensor, hidden_states: Tensor, log_probs, log_sum_sq_probs):
@@ -360,7 +363,7 @@ class OTBTrainer(GRPOTrainer):
         if not collect:
             yield collected
             return
-        backbone = self._causal_model().base_model
+        backbone: Any = self._causal_model().base_model  # a module; torch's stubs say "or a tensor"
         hook = backbone.register_forward_hook(lambda _, __, result: collected.append(result.last_hidden_state))
         try:
             yield collected

@@ -130,7 +130,8 @@ class Maths:
             )
         return self._chat_rows(load_rows(source))
 
-    def _source(self, split: str) -> Source:
+    def _source(self, split: str | None) -> Source:
+        assert self.path is not None and split is not None  # refused before
         return Source(path=self.path, split=split, config=self.config, revision=self.revision)
 
     def _chat_rows(self, rows: Dataset) -> Dataset:
@@ -253,7 +254,7 @@ def _cell(row: Mapping, column: str) -> Any:
     return cell
 
 
-def _require_column(rows: Dataset, column: str, name: str, path: str) -> None:
+def _require_column(rows: Dataset, column: str, name: str, path: str | None) -> None:
     outer, *inner = column.split(".")
     columns = list(rows.column_names)
     if outer in columns and inner:
