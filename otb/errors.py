@@ -1,4 +1,4 @@
-"""The one error that is shown without a traceback, and the exit codes of every command. Imports nothing heavy."""
+"""The one error that is shown without a traceback, and the exit codes of every command. It imports nothing heavy."""
 
 from __future__ import annotations
 

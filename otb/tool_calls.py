@@ -1,4 +1,4 @@
-"""How a policy's tool calls are read: by TRL's own parser for the model's chat template. For otb/tool_rollouts.py."""
+"""Reads a policy's tool calls, by TRL's own parser for the model's chat template. Called by otb/tool_rollouts.py."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def check_tool_template(tokenizer, name: str) -> None:
 
 
 def read_codes(tokenizer, turn_ids: list[int], prefix: list[int], tools: list[Callable]) -> list[str | None]:
-    """The program of each call of a turn, as TRL reads it; None for a malformed call. Inside `every_call_readable`.
+    """Returns the program of each call of a turn, as TRL reads it; None for a malformed call.
 
-    turn_ids: tokens of the turn; prefix: all tokens before it.
+    It is called inside `every_call_readable`. turn_ids: tokens of the turn; prefix: all tokens before it.
     """
     message = parse_response(tokenizer, turn_ids, prefix=prefix, tools=tools) if turn_ids else {}
     return [call["function"]["arguments"]["code"] for call in message.get("tool_calls") or []]
@@ -45,10 +45,10 @@ def read_codes(tokenizer, turn_ids: list[int], prefix: list[int], tools: list[Ca
 
 @contextmanager
 def every_call_readable(tokenizer, end_tokens: Sequence[int]) -> Iterator[None]:
-    """Meanwhile the tokenizer's `parse_response`, which TRL asks, gives calls that `PythonTool.python` can answer.
+    """Makes the tokenizer's `parse_response`, which TRL calls, return only calls that `PythonTool.python` can answer.
 
-    By itself it raises for malformed JSON, which TRL takes for a final answer in plain text, and for deeply nested JSON
-    a RecursionError, which would end the training.
+    As it is, it raises for malformed JSON, which TRL takes for a final answer in plain text, and a RecursionError for
+    deeply nested JSON, which would end the training.
     """
     parse = tokenizer.parse_response
 
@@ -71,7 +71,7 @@ def every_call_readable(tokenizer, end_tokens: Sequence[int]) -> Iterator[None]:
 
 
 def code_of(call: dict) -> str | None:
-    """The program of a parsed tool call; None where it is no call of `python` with a program and nothing else."""
+    """Returns the program of a parsed tool call; None for any other than `python` with a program and nothing else."""
     function = call.get("function")
     if not isinstance(function, dict) or function.get("name") != "python":
         return None

@@ -21,9 +21,9 @@ from otb.tasks.python_tool import MALFORMED, PythonTool, Refusal
 from otb.tool_calls import every_call_readable, read_codes
 from otb.trainer import OTBTrainer
 
-CALLS_PER_TURN = 5  # of one rollout; a program may take its whole time limit, and all others wait for the slowest
-KEPT_FOR_AN_ANSWER = 8  # a reply leaves this part of the budget, 1 / 8, to the policy
-SHORTENED = " [...]"
+CALLS_PER_TURN = 5  # run per rollout: a program may take its whole time limit, and all others wait for the slowest
+KEPT_FOR_AN_ANSWER = 8  # a reply leaves 1 / 8 of the token budget to the policy
+SHORTENED = " [...]"  # ends a reply that was cut
 PAST_THE_LAST_TURN = Refusal("refused: this was the last turn")
 NO_ROOM = Refusal("refused: the response has no room for a reply")
 TOO_MANY = Refusal(f"refused: at most {CALLS_PER_TURN} calls are run in one turn")
@@ -31,7 +31,7 @@ TOO_MANY = Refusal(f"refused: at most {CALLS_PER_TURN} calls are run in one turn
 
 @dataclass
 class _Rollout:
-    """One rollout on its way. ids: prompt and response so far; prompt: tokens of the prompt among them."""
+    """One rollout under way. ids: of prompt and response so far; prompt: how many of them are the prompt's."""
 
     ids: list[int]
     prompt: int
@@ -41,22 +41,22 @@ class _Rollout:
 
 
 class ToolTrainer(OTBTrainer):
-    """An OTBTrainer whose rollouts may call the `python` of a `PythonTool`; the same OTBTrainer without one.
+    """An OTBTrainer whose rollouts may call the `python` of a `PythonTool`; without one it is a plain OTBTrainer.
 
     Args:
-        environment_factory: gives a PythonTool, such as `functools.partial(PythonTool, sandbox)`.
-        args: `max_tool_calling_iterations` turns may be answered by Python, so that there are that many assistant turns
-            and one; `max_completion_length` bounds own and tool tokens together.
-        Everything else as in `OTBTrainer`.
+        environment_factory: Returns a PythonTool, such as `functools.partial(PythonTool, sandbox)`.
+        args: `max_tool_calling_iterations` turns may be answered by Python, so that there may be one assistant turn
+            more; `max_completion_length` bounds own and tool tokens together.
+        Everything else is as in `OTBTrainer`.
 
     Raises:
-        SandboxFailure: while training, where the sandbox itself failed; whatever a program does is told to the policy.
+        SandboxFailure: While training, where the sandbox itself failed; what a program does wrong the policy reads.
     """
 
     def __init__(self, *args, **kwargs):
         self._rollouts: list[_Rollout] = []  # of the generation under way, in TRL's order
         self._waiting: list[_Rollout] = []  # those with calls that TRL has not yet answered with a further turn
-        self._unanswered: Iterator[_Rollout] = iter(())
+        self._unanswered: Iterator[_Rollout] = iter(())  # those of them that wait for the reply itself
         super().__init__(*args, **kwargs)
         self._control_tokens = tuple(token for token in self._tokenizer.get_added_vocab() if token.strip())
 
@@ -67,7 +67,8 @@ class ToolTrainer(OTBTrainer):
         with every_call_readable(self._tokenizer, self._end_tokens):
             generated = super()._generate(prompts)
         self._end(self._waiting)
-        self._count_as_truncated(generated[1], generated[2], generated[4])
+        _, completion_ids, tool_mask, _, log_probs, *_ = generated
+        self._count_as_truncated(completion_ids, tool_mask, log_probs)
         self._log_tool_use()
         return generated
 
@@ -87,6 +88,7 @@ class ToolTrainer(OTBTrainer):
         return turn_ids, log_probs
 
     def _begun(self, prompt_ids: list[list[int]]) -> list[_Rollout]:
+        """Begins a rollout for each prompt, and returns them."""
         self._rollouts = [
             _Rollout(list(ids), len(ids), environment)
             for ids, environment in zip(prompt_ids, self.environments, strict=True)
@@ -94,7 +96,7 @@ class ToolTrainer(OTBTrainer):
         return self._rollouts
 
     def _continued(self, prompt_ids: list[list[int]]) -> list[_Rollout]:
-        """The rollouts of these rows. TRL keeps the order and leaves out those whose reply did not fit."""
+        """Returns the rollouts of these rows. TRL keeps the order and leaves out those whose reply did not fit."""
         rows, continued, dropped = iter(prompt_ids), [], []
         row = next(rows, None)
         for rollout in self._waiting:
@@ -106,13 +108,14 @@ class ToolTrainer(OTBTrainer):
         if row is not None:
             raise RuntimeError(
                 f"{len(prompt_ids)} rollouts are to be continued, of which {len(continued)} are known here; TRL's tool "
-                "loop does not work as in the version that was tried. Install one that pyproject.toml allows."
+                "loop does not work as in the version that pyproject.toml pins. Install that version, or compare "
+                "otb/seams.py with the one installed."
             )
         self._end(dropped)
         return continued
 
     def _end(self, rollouts: list[_Rollout]) -> None:
-        """These asked for a reply and get none: past the last turn, or for want of room."""
+        """Ends rollouts that asked for a reply and get none: past the last turn, or for want of room."""
         for rollout in rollouts:
             rollout.cut = "turns" if self._is_last_turn(rollout) else "length"
 
@@ -120,12 +123,12 @@ class ToolTrainer(OTBTrainer):
         return rollout.turns > self.max_tool_calling_iterations
 
     def _room(self, rollout: _Rollout) -> int:
-        """Tokens left for the response."""
+        """Returns how many tokens are left for the response."""
         return max(0, self.max_completion_length - (len(rollout.ids) - rollout.prompt))
 
     @contextmanager
     def _at_most_new_tokens(self, count: int) -> Iterator[None]:
-        """TRL would sample `max_completion_length` tokens in every turn, and then cut what is over the budget."""
+        """Limits a turn: TRL would sample `max_completion_length` tokens in each, and cut what is over the budget."""
         if self.use_vllm:
             holder, name = self.vllm_generation, "max_completion_length"
         else:
@@ -138,7 +141,7 @@ class ToolTrainer(OTBTrainer):
             setattr(holder, name, usual)
 
     def _take_turn(self, rollouts: list[_Rollout], turn_ids: list[list[int]]) -> None:
-        """Adds a turn to its rollouts; its programs run side by side, and nothing else of a turn waits for them."""
+        """Adds a turn to its rollouts and runs its programs side by side, once for all of them."""
         self._waiting = []
         calls: list[tuple[PythonTool, str | Refusal]] = []
         for rollout, ids in zip(rollouts, turn_ids, strict=True):
@@ -159,7 +162,7 @@ class ToolTrainer(OTBTrainer):
                 environment.outcomes.append(next(results) if isinstance(call, str) else call)
 
     def _vetted(self, rollout: _Rollout, position: int, code: str | None) -> str | Refusal:
-        """The program, or why it is not run. position: among the calls of the turn, from 0."""
+        """Returns the program, or why it is not run. position: among the calls of the turn, from 0."""
         if self._is_last_turn(rollout):
             return PAST_THE_LAST_TURN
         if code is None:
@@ -175,7 +178,7 @@ class ToolTrainer(OTBTrainer):
     # ---- calls are answered
 
     def _get_tool_suffix_ids(self, tool_messages):
-        """Tokens from the call to the next turn. TRL asks once for each of the waiting rollouts, in their order."""
+        """Returns the tokens from the call to the next turn. TRL asks once per waiting rollout, in their order."""
         rollout = next(self._unanswered)
         for message in tool_messages:
             message["content"] = neutralise(message["content"], self._control_tokens)
@@ -187,7 +190,7 @@ class ToolTrainer(OTBTrainer):
         return reply
 
     def _shorten(self, tool_messages: list[dict], excess: int) -> bool:
-        """Takes about `excess` tokens from the end of the longest message; False where nothing is left to take."""
+        """Takes about `excess` tokens from the end of the longest message. Returns False where there are none left."""
         message = max(tool_messages, key=lambda message: len(message["content"]))
         text = message["content"].removesuffix(SHORTENED)
         ids, marker = (self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, SHORTENED))
@@ -200,13 +203,13 @@ class ToolTrainer(OTBTrainer):
 
     @cached_property
     def _smallest_reply(self) -> int:
-        """Tokens of a reply of which nothing but the mark is left."""
+        """The number of tokens of a reply of which only the mark is left."""
         return len(super()._get_tool_suffix_ids([{"role": "tool", "name": "python", "content": SHORTENED}]))
 
     # ---- what is recorded
 
     def _count_as_truncated(self, completion_ids: list, tool_mask: list, log_probs: list | None) -> None:
-        """TRL takes a rollout whose last call found no room for finished, as it ends with an end token."""
+        """Counts a rollout whose last call found no room as truncated: for TRL it ended with an end token."""
         cut = [
             i for i, rollout in enumerate(self._rollouts)
             if rollout.cut == "length" and completion_ids[i][-1] in self._end_tokens
@@ -219,9 +222,9 @@ class ToolTrainer(OTBTrainer):
                     del rows[i][-1]
 
     def _log_tool_use(self) -> None:
-        """The tool metrics of otb/records.py, over all processes; shares of calls only where there were calls."""
+        """Logs the tool metrics of otb/records.py, over all processes; shares of calls only where there were calls."""
         uses = [rollout.environment.use for rollout in self._rollouts]
-        columns: dict[str, list] = {
+        columns: dict[str, list[float]] = {
             "rollouts": [1 for _ in uses],
             "turns_mean": [rollout.turns for rollout in self._rollouts],
             "cut_by_turns": [rollout.cut == "turns" for rollout in self._rollouts],
@@ -245,7 +248,7 @@ class ToolTrainer(OTBTrainer):
             self._metrics[self._mode][name].append(value)
 
     def _summed(self, values: list[float]) -> list[float]:
-        """Each of the values, summed over all processes."""
+        """Returns each of the values summed over all processes."""
         local = torch.tensor([values], dtype=torch.float32, device=self.accelerator.device)
         return self.accelerator.gather(local).sum(0).tolist()
 

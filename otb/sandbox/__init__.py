@@ -1,8 +1,23 @@
-"""Runs model-written Python as hostile code and tells the ways in which it can end apart.
+"""Runs model-written Python as hostile code and distinguishes how it ended.
 
-The tool environment calls `Sandbox.run_many` once per turn; `run_python` is the same for a single program. Which
-backend runs the code is `conf/sandbox/*.yaml`: `bubblewrap` (the default), `http` (a SandboxFusion server) or
-`unsafe_subprocess` (no isolation). docs/sandbox.md says what is contained, how, and what is not. Imports no torch.
+The tool environment calls `Sandbox.run_many` once per turn; `run_python` runs a single program. conf/sandbox/*.yaml
+chooses the backend: `bubblewrap` (the default), `http` (a SandboxFusion server) or `unsafe_subprocess` (no isolation).
+
+Covered, by bubblewrap:
+- Files: a program sees Python, the allowed packages and a private /tmp that ends with it; nothing of the host.
+- Network, other processes, environment variables, devices beyond /dev/null and its like: none.
+- Kernel calls: an allow list; starting programs, sockets, namespaces, ptrace and more fail with EPERM.
+- Time, memory, processes, files and output: limits of a call, all its processes together.
+- What is left behind: nothing. A call ends with all that it started, and the sandbox ends with the trainer.
+
+Not covered:
+- Exploits of the kernel, which all share. A virtual machine is the boundary for that.
+- Side channels and contention: caches, timing, the load of the machine.
+- What a program says about itself: it can fake its own exit code and output, never those of another call.
+- Knowledge of the machine: kernel version, cores, memory size, clock.
+- Everything, with `unsafe_subprocess`; what the server does, with `http`.
+
+docs/sandbox.md says how each of these is done and tested. This package imports no torch.
 """
 
 from __future__ import annotations
@@ -16,24 +31,24 @@ from typing import Literal
 
 Status = Literal["ok", "user_error", "timeout", "memory", "output_limit", "sandbox_failure"]
 
-CODE_BYTES = 1 << 20  # longer programs are refused unrun; a policy's response is far shorter
+CODE_BYTES = 1 << 20  # longer programs are not run; a policy's response is far shorter
 TRUNCATED = "\n... [output truncated]"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one call may use, all its processes together (docs/sandbox.md says which limits are polled).
+    """The limits of one call, for all its processes together (docs/sandbox.md says which of them are polled).
 
     Args:
-        wall_seconds: from the program's first instruction to its end.
+        wall_seconds: Time from the program's first instruction to its end.
         cpu_seconds: CPU time.
-        memory_bytes: memory.
-        processes: processes and threads, the first one included.
-        file_bytes: all files together; they live in memory and vanish with the call.
-        output_characters: of stdout, and again of stderr.
+        memory_bytes: Memory.
+        processes: Processes and threads, the first one included.
+        file_bytes: Size of all files together; they live in memory and vanish with the call.
+        output_characters: Characters of stdout, and again of stderr.
 
     Raises:
-        ValueError: a limit is not positive.
+        ValueError: A limit is not positive.
     """
 
     wall_seconds: float = 5.0
@@ -54,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """How one program ended.
+    """The end of one program.
 
     Args:
         status: ok; user_error (exception, exit code, crash); timeout (wall or CPU); memory; output_limit; or
@@ -71,7 +86,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """What the policy reads: the output, then the error."""
+        """The text that the policy reads: the output, then the error."""
         return "\n".join(part for part in (self.stdout.rstrip("\n"), self.error.rstrip("\n")) if part)
 
 
@@ -83,8 +98,8 @@ class Sandbox(ABC):
     """Runs programs under limits, `workers` of them side by side. Thread-safe; lives as long as the run.
 
     Args:
-        limits: for calls that bring none of their own.
-        workers: programs that run at the same time; None = one per core of this process.
+        limits: Of calls that bring none.
+        workers: Programs that run at the same time; None = one per core of this process.
     """
 
     def __init__(self, limits: Limits | None = None, workers: int | None = None):
@@ -93,7 +108,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     def _attempt(self, codes: Sequence[str], limits: Limits) -> list[Result]:
-        """One result per program, side by side; sandbox_failure is a status here, never an exception."""
+        """Runs programs side by side and returns a result each; sandbox_failure is a status here, no exception."""
 
     @abstractmethod
     def check(self) -> None:
@@ -103,25 +118,26 @@ class Sandbox(ABC):
         """Ends everything that the sandbox started. Safe to call twice."""
 
     def run_many(self, codes: Sequence[str], limits: Limits | None = None) -> list[Result]:
-        """One result per program, in their order; those that the sandbox failed are tried once more.
+        """Runs programs and returns their results, in their order; those that the sandbox failed are tried once more.
 
         Raises:
-            SandboxFailure: a program failed twice for reasons that are not its own.
+            SandboxFailure: The sandbox failed twice on one program.
         """
         limits = limits or self.limits
-        results = [_refused(code) for code in codes]
+        results = {i: refusal for i, code in enumerate(codes) if (refusal := _refused(code)) is not None}
         for attempt in (1, 2):
-            todo = [i for i, result in enumerate(results) if result is None or result.status == "sandbox_failure"]
+            todo = [i for i in range(len(codes)) if i not in results]
             if not todo:
                 break
             for i, result in zip(todo, self._attempt([codes[i] for i in todo], limits), strict=True):
-                results[i] = result
-                if result.status == "sandbox_failure" and attempt == 2:
+                if result.status != "sandbox_failure":
+                    results[i] = result
+                elif attempt == 2:
                     raise SandboxFailure(f"{type(self).__name__} failed twice on one program: {result.error}")
-        return results
+        return [results[i] for i in range(len(codes))]
 
     def run(self, code: str, limits: Limits | None = None) -> Result:
-        """`run_many` for one program."""
+        """Runs one program; see `run_many`."""
         return self.run_many([code], limits)[0]
 
     def __enter__(self):
@@ -137,6 +153,7 @@ class Sandbox(ABC):
 
 
 def _refused(code: str) -> Result | None:
+    """Returns the result of a program that is too long to be run; None for any other."""
     length = len(code.encode("utf-8", "surrogatepass"))
     if length <= CODE_BYTES:
         return None
@@ -161,7 +178,7 @@ def run_python(code: str, limits: Limits | None = None) -> Result:
 
 
 def clean(text: str, limit: int) -> str:
-    """At most `limit` characters and the marker, without control characters; tabs and line ends stay."""
+    """Returns at most `limit` characters and the marker, without control characters; tabs and line ends stay."""
     text = text.replace("\r\n", "\n")
     cut = text if len(text) <= limit else text[:limit] + TRUNCATED
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in cut)

@@ -2,7 +2,7 @@
 
 Three processes share the work. This module, in the trainer, sends programs and waits. `broker.py` is a small process
 beside it that starts bubblewrap and holds every call to its limits. `runner.py` lives inside bubblewrap, imports the
-packages once and forks a child per call. docs/sandbox.md tells the whole story.
+packages once and forks a child per call. docs/sandbox.md describes all of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from otb.sandbox.runtime import advice, setup
 
 # No probe runs into the wall limit where the walls hold: a busy machine must not look like a broken one.
 PROBE_LIMITS = Limits(wall_seconds=60.0, memory_bytes=256 << 20, processes=8, file_bytes=1 << 20)
-# What must hold before the first program runs: (what, program, how it must end).
+# Probes that must hold before the first program runs: (what they probe, program, how it must end).
 PROBES = (
     ("plain Python", "print(1 + 1)", "ok"),
     (
@@ -51,12 +51,12 @@ PROBES = (
 
 
 class Bubblewrap(Sandbox):
-    """Programs in bubblewrap, each in a fresh process with fresh namespaces.
+    """A sandbox of bubblewrap, in which each program has a fresh process with fresh namespaces.
 
     Args:
-        limits: for calls that bring none of their own.
-        workers: programs that run at the same time; None = one per core of this process.
-        packages: what a program may import beside the standard library; imported once, before the first call.
+        limits: Of calls that bring none.
+        workers: Programs that run at the same time; None = one per core of this process.
+        packages: Packages that a program may import beside the standard library; imported once, before the first call.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Bubblewrap(Sandbox):
         self._broker: _Broker | None = None
 
     def open(self) -> _Broker:
-        """The broker, started where there is none. Raises SandboxFailure with what to install or to set."""
+        """Returns the broker, started where there is none. Raises SandboxFailure with what to install or to set."""
         with self._lock:
             if self._broker is not None and self._broker.owner != os.getpid():
                 self._broker = None  # we are a fork: the sandbox belongs to our parent
@@ -110,7 +110,7 @@ class Bubblewrap(Sandbox):
 
 
 class _Broker:
-    """The trainer's end of the socket: requests out, results in. One thread reads; any thread may send."""
+    """The trainer's end of the socket to broker.py. One thread reads; any thread may send."""
 
     def __init__(self, setup: dict):
         self.owner = os.getpid()
@@ -127,7 +127,7 @@ class _Broker:
             str(theirs.fileno()),
             str(self.owner),
         ]
-        # Nothing of the trainer's environment but where its Python finds its libraries.
+        # Of the trainer's environment only the variable by which its Python finds its libraries.
         environment = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
         self._process = subprocess.Popen(
             words,
@@ -148,6 +148,7 @@ class _Broker:
             raise SandboxFailure(f"The sandbox does not start: {broken}\n{advice()}")
 
     def send(self, code: str, limits: Limits) -> Future:
+        """Sends one program. Returns the future of the broker's answer, a dict."""
         future: Future = Future()
         call = next(self._ids)
         with self._lock:
@@ -159,6 +160,7 @@ class _Broker:
         return future
 
     def close(self) -> None:
+        """Ends the broker and everything in the sandbox."""
         with contextlib.suppress(OSError):  # it is gone already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._process.wait()
@@ -171,7 +173,7 @@ class _Broker:
             with self._lock:
                 self._socket.sendall(struct.pack("!I", len(data)) + data)
         except OSError:
-            pass  # the reader sees it too and answers whoever waits
+            pass  # the reader sees it too, and answers those who wait
 
     def _read(self) -> None:
         with self._socket.makefile("rb") as stream:
@@ -194,6 +196,7 @@ class _Broker:
 
 
 def _result(message: dict, limits: Limits) -> Result:
+    """Turns the broker's answer into a Result."""
     status = message["status"]
     note = {
         "timeout": f"TimeoutError: stopped at {limits.wall_seconds:g} s, or {limits.cpu_seconds:g} s of CPU time.",

@@ -1,7 +1,7 @@
-"""Programs on a SandboxFusion server (POST /run_code), for rollouts that outgrow one machine.
+"""Runs programs on a SandboxFusion server (POST /run_code), for rollouts that outgrow one machine.
 
-The isolation is the server's. The wall limit is sent along and held here too; the server is told the memory limit; the
-other limits are the server's own.
+The isolation is the server's. The wall limit is sent along and held here too, the memory limit is sent along, and the
+other limits are the server's.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
-from otb.sandbox import Limits, Result, Sandbox, SandboxFailure, clean
+from otb.sandbox import Limits, Result, Sandbox, SandboxFailure, Status, clean
 
 GRACE_SECONDS = 20.0  # the server's queue and start-up, on top of the program's own time
-# The server gives only the exit status: it is from these that a kill for memory can be told, never from text.
+# Exit statuses of a kill for memory. The server says no more, and the program could write any text itself.
 KILLED = (-9, 137)
 
 
 class Http(Sandbox):
-    """Programs on a SandboxFusion server.
+    """A sandbox on a SandboxFusion server.
 
     Args:
-        url: the server's address, such as http://host:8080, without /run_code.
-        limits: for calls that bring none of their own.
-        workers: requests in flight at the same time; None = one per core of this process.
+        url: The server's address, such as http://host:8080, without /run_code.
+        limits: Of calls that bring none.
+        workers: Requests in flight at the same time; None = one per core of this process.
     """
 
     def __init__(self, url: str, limits: Limits | None = None, workers: int | None = None):
@@ -67,11 +67,12 @@ class Http(Sandbox):
 
 
 def read_answer(answer: dict, limits: Limits) -> Result:
-    """A result from SandboxFusion's RunCodeResponse. Raises KeyError, TypeError where it is none."""
+    """Turns SandboxFusion's RunCodeResponse into a Result. Raises KeyError or TypeError where it is none."""
     run = answer.get("run_result") or {}
     if answer["status"] == "SandboxError" or run.get("status") not in ("Finished", "TimeLimitExceeded"):
         return Result("sandbox_failure", "", str(answer.get("message") or run or answer["status"]), 0.0)
     code, seconds = run.get("return_code"), run.get("execution_time") or 0.0
+    status: Status
     out, err = run.get("stdout") or "", run.get("stderr") or ""
     if run["status"] == "TimeLimitExceeded":
         status, err = "timeout", f"TimeoutError: stopped after {limits.wall_seconds:g} s."

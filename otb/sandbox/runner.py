@@ -1,9 +1,12 @@
-"""Inside bubblewrap: imports the allowed packages once, never runs model code, and forks one child per call.
+"""The process inside bubblewrap: it imports the allowed packages once, never runs model code, and forks per call.
 
 bubblewrap starts this file; the broker speaks to it over the socket whose number is its first argument, one message a
-call: the limits, and descriptors for the code, stdout, stderr and "go". Each child is process 1 of its own PID
-namespace, takes fresh mount, network, IPC, UTS, cgroup and user namespaces, gives up every capability, loads the system
-call filter, says "go" and only then reads the code. Standard library only: nothing else is there.
+call: the limits, and descriptors for the code, stdout, stderr and "go". Each child is process 1 of a PID namespace,
+takes fresh mount, network, IPC, UTS, cgroup and user namespaces, gives up every capability, loads the system call
+filter, says "go" and only then reads the code.
+
+It imports the standard library only: nothing else is there. What it must have in common with broker.py is written in
+both files.
 """
 
 import _signal  # the C halves: signal and socket would add 11 ms to the 9 ms that Python takes to start
@@ -19,7 +22,7 @@ import struct
 import sys
 import time
 
-# broker.py knows these too.
+# The same as in broker.py; tests/test_sandbox.py compares them.
 MEMORY_EXIT = 86  # an uncaught MemoryError
 REQUEST = struct.Struct("=QdQQQ")  # call, then the limits that a child sets itself: cpu, memory, processes, files
 REPORT = struct.Struct("=BQid")  # what, call, exit status (negative = signal), CPU seconds
@@ -53,7 +56,7 @@ libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_u
 
 
 def must(name, *arguments):
-    """A C library call that has to succeed."""
+    """Calls a function of the C library, and raises OSError where it fails."""
     if getattr(libc, name)(*arguments) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}{arguments}: {os.strerror(error)}")
@@ -64,7 +67,10 @@ class SockFprog(ctypes.Structure):
 
 
 def confine(cpu_seconds, memory_bytes, processes, file_bytes, program):
-    """Fresh namespaces, a private /tmp, no capabilities, resource limits, the filter: in the only order that works."""
+    """Takes fresh namespaces and a private /tmp, gives up capabilities, sets resource limits, loads the filter.
+
+    No other order works: each step needs a right that a later one takes away.
+    """
     must("unshare", CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
     options = f"size={file_bytes},nr_inodes=1024,mode=0700".encode()
     must("mount", b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
@@ -95,7 +101,7 @@ def confine(cpu_seconds, memory_bytes, processes, file_bytes, program):
 
 
 def report(error, source):
-    """The traceback without this file's frames, with the program's lines, bounded in length."""
+    """Writes the traceback without this file's frames, with the program's lines, bounded in length."""
     import linecache
     import traceback
 
@@ -126,7 +132,7 @@ def run(source):
 
 
 def child(limits, program, code, out, err, go):
-    """Never returns."""
+    """Runs one program as process 1 of its namespaces, and never returns."""
     exit_code = 1
     try:
         try:
@@ -174,6 +180,10 @@ def start(limits, descriptors, program, me):
 
 
 def main():
+    """Imports the packages, says READY, then starts a child per request and reports its end.
+
+    Arguments: the number of the socket to the broker, sys.path, the packages to import.
+    """
     broker = _socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = sys.argv[2].split(":")
     for package in sys.argv[3].split(","):

@@ -1,4 +1,4 @@
-"""What a sandbox shows and how bubblewrap is called: the Python runtime, the allowed packages, nothing else.
+"""Decides what a sandbox shows, which is the Python runtime and the allowed packages, and how bubblewrap is called.
 
 Called by the bubblewrap backend when it starts its broker.
 """
@@ -17,12 +17,12 @@ from pathlib import Path
 from otb.sandbox import SandboxFailure
 
 UID = 65534  # nobody: the uid inside, and the host's uid of the broker where the trainer is root
-STDLIB = f"/python/{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"  # inside
+STDLIB = f"/python/{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"  # as the sandbox sees it
 LOADERS = {"x86_64": "/lib64/ld-linux-x86-64.so.2", "aarch64": "/lib/ld-linux-aarch64.so.1"}
 
 
 def runtime() -> tuple[list[list[str]], list[str], str]:
-    """The Python runtime as [host path, path inside], the folders of other packages in it, the library path inside."""
+    """Returns the runtime as [host path, path inside], the folders of other packages in it, the library path inside."""
     stdlib = os.path.realpath(sysconfig.get_path("stdlib"))
     with open("/proc/self/maps") as file:
         libraries = os.path.dirname(os.path.realpath(next(line.split()[-1] for line in file if "/libc.so.6" in line)))
@@ -42,7 +42,7 @@ def runtime() -> tuple[list[list[str]], list[str], str]:
 
 
 def package_binds(packages: Sequence[str]) -> list[list[str]]:
-    """The packages' folders, and those of the shared libraries that their wheels bring."""
+    """Returns the packages' folders, and those of the shared libraries that their wheels bring, as `runtime` does."""
     binds = []
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -61,44 +61,40 @@ def package_binds(packages: Sequence[str]) -> list[list[str]]:
 
 
 def command(bwrap: str, hidden: Sequence[str], libraries: str, packages: Sequence[str]) -> list[str]:
-    """bubblewrap's command line. The broker fills in @BINDS@ and @BROKER@."""
-    words = [bwrap, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    words += ["--unshare-cgroup", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
-    # The runner needs this one, in bubblewrap's user namespace only, to give each call namespaces of its own.
-    words += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--uid", str(UID), "--gid", str(UID), "@BINDS@"]
-    for folder in hidden:
-        words += ["--size", "4096", "--tmpfs", folder, "--remount-ro", folder]
-    for device in ("null", "zero", "full", "random", "urandom"):
-        words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    words += ["--dir", "/tmp", "--remount-ro", "/", "--chdir", "/", "--clearenv"]
-    environment = {"PYTHONHOME": "/python", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "MALLOC_ARENA_MAX": "1"}
-    environment |= {"LD_LIBRARY_PATH": libraries, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    for name, value in environment.items():
-        words += ["--setenv", name, value]
+    """Returns bubblewrap's command line. The broker fills in @BINDS@ and @BROKER@."""
+    environment = {
+        "PYTHONHOME": "/python",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1",
+        "MALLOC_ARENA_MAX": "1",
+        "LD_LIBRARY_PATH": libraries,
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    hide = [["--size", "4096", "--tmpfs", folder, "--remount-ro", folder] for folder in hidden]
+    devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+    namespaces = [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts", "cgroup")]
     path = f"{STDLIB}:{STDLIB}/lib-dynload:/python/packages"
     return [
-        *words,
-        "/python/bin/python",
-        "-B",
-        "-s",
-        "-S",
-        "-u",
-        "/python/runner.py",
-        "@BROKER@",
-        path,
-        ",".join(packages),
+        *(bwrap, *namespaces, "--die-with-parent", "--new-session", "--hostname", "sandbox"),
+        # The runner needs this one capability, in bubblewrap's user namespace only, to give each call namespaces.
+        *("--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--uid", str(UID), "--gid", str(UID), "@BINDS@"),
+        *(word for words in hide for word in words),
+        *(word for device in devices for word in ("--dev-bind", device, device)),
+        *("--dir", "/tmp", "--remount-ro", "/", "--chdir", "/", "--clearenv"),
+        *(word for name, value in environment.items() for word in ("--setenv", name, value)),
+        *("/python/bin/python", "-B", "-s", "-S", "-u", "/python/runner.py", "@BROKER@", path, ",".join(packages)),
     ]
 
 
 def setup(packages: Sequence[str], workers: int) -> dict:
-    """What the broker has to know to start the sandbox. Raises SandboxFailure with what to install or to set."""
+    """Returns what the broker must know to start the sandbox. Raises SandboxFailure with what to install or to set."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxFailure(
             "bwrap is not on PATH, and model-written code runs in bubblewrap only. Install it (Debian, Ubuntu: "
             "`apt-get install bubblewrap libseccomp2`; Fedora, RHEL: `dnf install bubblewrap libseccomp`), or "
-            "try sandbox=http sandbox.url=... for a "
-            "SandboxFusion server."
+            "try sandbox=http sandbox.url=... for a SandboxFusion server."
         )
     if platform.machine() not in LOADERS:
         raise SandboxFailure(
@@ -125,7 +121,7 @@ def setup(packages: Sequence[str], workers: int) -> dict:
 
 
 def advice() -> str:
-    """What usually is in the way, read from this machine."""
+    """Returns what usually is in the way, as this machine shows it, and what to do."""
     hints = []
     for path, wrong, fix in (
         ("/proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),

@@ -1,6 +1,6 @@
-"""The system calls that model-written code may make: an allow list, everything else fails with EPERM.
+"""The system calls that model-written code may make: an allow list. Everything else fails with EPERM.
 
-Called by the bubblewrap backend once per process; the compiled filter travels to the sandbox as bytes. Left out on
+The bubblewrap backend builds the filter once per process and sends it to the sandbox as bytes. Left out on
 purpose: execve, every socket, namespaces, mounts, ids, ptrace, keys, perf, bpf, io_uring, userfaultfd, memfd, System V
 IPC, inotify, file locks: the program needs none of them, and the kernel's surface shrinks to what Python itself uses.
 """
@@ -38,7 +38,7 @@ IOCTL = (0x5401, 0x5421, 0x541B, 0x5450, 0x5451)  # TCGETS (isatty), FIONBIO, FI
 
 @functools.cache
 def compiled_filter() -> bytes:
-    """The filter as an array of struct sock_filter. Raises RuntimeError where libseccomp is missing."""
+    """Builds the filter, an array of struct sock_filter. Raises RuntimeError where libseccomp is missing."""
     import errno
 
     import pyseccomp as seccomp

@@ -1,4 +1,4 @@
-"""No isolation: each program in a plain subprocess, for machines that are themselves disposable.
+"""Runs each program in a plain subprocess without isolation, for machines that are themselves disposable.
 
 A program can read, change and send whatever the trainer's user can. Time, memory per process and output are still
 limited, so that an honest mistake does not stop a run; a hostile program can get around all of it.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from otb.sandbox import Limits, Result, Sandbox, clean
+from otb.sandbox import Limits, Result, Sandbox, Status, clean
 from otb.sandbox.runner import MEMORY_EXIT
 
 # Arguments: this folder, CPU seconds, memory bytes, file bytes. The program comes in on stdin.
@@ -36,7 +36,7 @@ sys.exit(runner.run(source))
 
 
 class UnsafeSubprocess(Sandbox):
-    """Programs in plain subprocesses of the trainer's user. Isolates nothing."""
+    """A sandbox in name only: programs run in plain subprocesses of the trainer's user, and nothing isolates them."""
 
     def check(self) -> None:
         warnings.warn(
@@ -51,6 +51,7 @@ class UnsafeSubprocess(Sandbox):
 
 
 def _run(code: str, limits: Limits) -> Result:
+    """Runs one program under the limits that a plain subprocess can have."""
     words = [sys.executable, "-I", "-u", "-c", BOOT, str(Path(__file__).parent)]
     words += [str(int(limits.cpu_seconds) + 1), str(limits.memory_bytes), str(limits.file_bytes)]
     timed_out = False
@@ -60,8 +61,8 @@ def _run(code: str, limits: Limits) -> Result:
             process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=out, stderr=err, cwd=folder, env={}, start_new_session=True
             )
-        except OSError as error:
-            return Result("sandbox_failure", "", str(error), 0.0)
+        except OSError as failure:
+            return Result("sandbox_failure", "", str(failure), 0.0)
         try:
             process.communicate(code.encode("utf-8", "surrogatepass"), timeout=limits.wall_seconds)
         except subprocess.TimeoutExpired:
@@ -71,7 +72,7 @@ def _run(code: str, limits: Limits) -> Result:
         process.wait()
         seconds = time.monotonic() - started
         texts = [_start(file, limits.output_characters) for file in (out, err)]
-    status = "user_error"
+    status: Status = "user_error"
     if timed_out or (process.returncode == -signal.SIGKILL):
         status = "timeout"
     elif any(len(text) > limits.output_characters for text in texts):
@@ -85,6 +86,6 @@ def _run(code: str, limits: Limits) -> Result:
 
 
 def _start(file, characters: int) -> str:
-    """The file's first characters, one more than asked for where there are more."""
+    """Returns the file's first characters, one more than asked for where there are more."""
     file.seek(0)
     return file.read(4 * characters + 4).decode("utf-8", "replace")[: characters + 1]
