@@ -422,7 +422,7 @@ class OTBTrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self._noise and self.model.training:
             if self._buffered_inputs is not before:  # new rollouts, which TRL shuffled and cut into micro-batches
-                self._buffered_inputs = self._noise.regroup(self._buffered_inputs)
+                self._buffered_inputs = self._noise.regroup(cast(list, self._buffered_inputs))
                 inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
             self._noise.start(self.accelerator.unwrap_model(self.model), self.accelerator.device)
         return inputs
