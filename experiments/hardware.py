@@ -72,6 +72,9 @@ def _check_parallel(cfg: DictConfig, processes: int) -> None:
 def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
     node = cfg.rollouts_by
     if node.name == "hf":
+        rows = node.rows
+        if rows is not None and (type(rows) is not int or rows < 1):
+            raise RunError(f"rollouts_by.rows={rows} must be a whole number >= 1, or null for all. Try 64.")
         return
     if importlib.util.find_spec("vllm") is None:
         raise RunError(f"rollouts_by={node.name} needs the package vllm. Run: pip install -e '.[vllm]'")

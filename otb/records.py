@@ -132,6 +132,7 @@ WHERE_AND_HOW = (
     "sandbox.workers",
     "gpus",
     "parallel",
+    "rollouts_by.rows",
     "rollouts_by.tensor_parallel",
     "rollouts_by.memory_share",
     "rollouts_by.sleep",
