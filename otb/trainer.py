@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -50,6 +51,9 @@ from otb.metrics import advantage_metrics, energy_metrics, length_metrics, rewar
 from otb.options import Batches, refuse_broken_groups, refuse_generation, refuse_options
 from otb.rollouts import OwnTokens, RolloutGroups, TokenStates, joined
 from otb.score_norms import logit_gradient_proxy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTH_CHUNKS = 4  # batches of the extra pass, by length; more would save little padding and make its matrices small
 EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})
@@ -85,7 +89,7 @@ class OTBConfig(GRPOConfig):
 
     def __post_init__(self):
         if self.num_generations == 1:
-            self.num_generations = _SingleRollout(1)
+            self.num_generations: int = _SingleRollout(1)
         super().__post_init__()
         self.num_generations = int(self.num_generations)
         if self.scale_rewards != "none":
@@ -112,7 +116,7 @@ class OTBTrainer(GRPOTrainer):
     _name = "OTB"
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, baseline: Callable = otb, **kwargs):
-        self.baseline = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
+        self.baseline: Any = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self._needs = baselines.needs_of(baseline)
         self._noise = GradientNoise() if getattr(args, "measure_gradient_noise", False) else None
         logs_energy = self._noise is not None or getattr(args, "log_energy", False)
@@ -342,7 +346,7 @@ class OTBTrainer(GRPOTrainer):
         finally:
             hook.remove()
 
-    def _causal_model(self) -> torch.nn.Module:
+    def _causal_model(self) -> PreTrainedModel:
         """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -394,7 +398,7 @@ class OTBTrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self._noise and self.model.training:
             if self._buffered_inputs is not before:  # new rollouts, which TRL shuffled and cut into micro-batches
-                self._buffered_inputs = self._noise.regroup(self._buffered_inputs)
+                self._buffered_inputs: list[dict] = self._noise.regroup(self._buffered_inputs)
                 inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
             self._noise.start(self.accelerator.unwrap_model(self.model), self.accelerator.device)
         return inputs
