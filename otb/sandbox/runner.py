@@ -63,6 +63,8 @@ def must(name, *arguments):
 
 
 class SockFprog(ctypes.Structure):
+    """The system call filter as the kernel takes it: struct sock_fprog."""
+
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
