@@ -75,6 +75,11 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
         rows = node.rows
         if rows is not None and (type(rows) is not int or rows < 1):
             raise RunError(f"rollouts_by.rows={rows} must be a whole number >= 1, or null for all. Try 64.")
+        if rows is not None and cfg.parallel.name != "ddp":
+            raise RunError(
+                f"rollouts_by.rows={rows} lets processes generate a different number of times, and "
+                f"parallel={cfg.parallel.name} has them gather weights together. Use rollouts_by=vllm, or rows=null."
+            )
         return
     if importlib.util.find_spec("vllm") is None:
         raise RunError(f"rollouts_by={node.name} needs the package vllm. Run: pip install -e '.[vllm]'")

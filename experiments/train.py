@@ -274,6 +274,7 @@ def derived_options(cfg: DictConfig, task, directory: RunDirectory) -> dict[str,
         "seed": cfg.seed,
         "learning_rate": cfg.learning_rate,
         "temperature": cfg.temperature,
+        "rows_per_generation": cfg.rollouts_by.get("rows"),
         "geometric_ratio_band": None if cfg.geometric_ratio_band is None else tuple(cfg.geometric_ratio_band),
         "max_completion_length": task.max_completion_length,
         # the last turn can only answer

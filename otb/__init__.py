@@ -1,4 +1,4 @@
-"""Optimal Token Baseline on Hugging Face TRL. `from otb import OTBTrainer, OTBConfig` is the drop-in for GRPOTrainer.
+"""The Optimal Token Baseline on Hugging Face TRL: `from otb import OTBTrainer, OTBConfig` replaces GRPOTrainer.
 
 Importing this package imports neither torch nor trl; the two names are loaded when they are first used.
 """

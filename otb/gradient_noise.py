@@ -1,4 +1,4 @@
-"""Gradient noise from the gradients of micro-batches: the estimator of two batch sizes (McCandlish et al. 2018).
+"""Estimates gradient noise from gradients at two batch sizes, micro-batch and step (McCandlish et al. 2018).
 
 The squared norm of a mean over B prompt groups is |mu|^2 + tr(Sigma) / B on average. Micro-batches give it at a small
 B, the step's gradient at a large one, and two equations have two unknowns (arXiv 1812.06162, appendix A.1). The trainer
@@ -104,7 +104,7 @@ class GradientNoise:
 
 
 class BackwardNorms:
-    """Squared gradient norm of a backward pass, taken without a copy of any gradient.
+    """Measures the squared gradient norm of backward passes, without a copy of any gradient.
 
     A hook on a parameter sees what one backward adds to its `.grad`; under DDP, before the processes are averaged.
     Between `take` and `start` nothing is added: exact norms go through the same hooks.

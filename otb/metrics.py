@@ -1,4 +1,4 @@
-"""Pure functions that return statistics of a step's rollouts and of the advantages used; the trainer logs them.
+"""Computes statistics of a step's rollouts and of the advantages used, which the trainer logs.
 
 The names are those of `otb.records.METRICS`, which holds units and definitions. What cannot be measured is left out.
 """

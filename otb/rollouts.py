@@ -31,7 +31,7 @@ class MeasuredOnRequest:
 
 @dataclass(frozen=True)
 class RolloutGroups(MeasuredOnRequest):
-    """P prompt groups of G rollouts with up to T own tokens each.
+    """Holds P prompt groups of G rollouts, each with up to T own tokens.
 
     Args:
         rewards: (P, G) float, one terminal reward per rollout; NaN = unscored, which leaves the sums of its group.

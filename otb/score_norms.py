@@ -1,4 +1,4 @@
-"""Squared score norms from forward probabilities alone: the logit-gradient proxy of the paper.
+"""Computes squared score norms from forward probabilities alone: the logit-gradient proxy of the paper.
 
 Called by the trainer on the log-probabilities and log sum pi^2 that TRL's fused LM head returns, and by the
 conformance check.

@@ -56,6 +56,11 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, '"importance_sampling_ratio"', "in that output where TRL corrects for the sampler"),
         Seam(GRPO, '"pixel_values"', "in that output where prompts have images, which extra passes do not see"),
         Seam(GRPO, "_generate(prompts)", "extended: of what it returns, the second and third are ids and tool mask"),
+        Seam(
+            GRPO,
+            "_generate_single_turn(prompt_ids, images)",
+            "extended: a few rows at a time; it returns ids and, of vLLM alone, log-probs",
+        ),
         Seam(GRPO, "_calculate_rewards()", "extended: (P * G, reward functions) of all processes"),
         Seam(
             GRPO,

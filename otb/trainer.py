@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -54,6 +54,9 @@ from otb.metrics import advantage_metrics, energy_metrics, length_metrics, rewar
 from otb.options import Batches, refuse_broken_groups, refuse_generation, refuse_options
 from otb.rollouts import OwnTokens, RolloutGroups, TokenStates, joined
 from otb.score_norms import logit_gradient_proxy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTH_CHUNKS = 4  # batches of the extra pass, by length; more would save little padding and make its matrices small
 EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})
@@ -87,6 +90,12 @@ class OTBConfig(GRPOConfig):
         metadata={"help": "Log the gradient noise measured on micro-batches of whole groups, and energy metrics."},
     )
 
+    rows_per_generation: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rollouts that transformers' generate samples at a time; None: all of a turn. Not with vLLM."
+        },
+    )
     geometric_ratio_band: tuple[float, float] | None = field(
         default=None,
         metadata={
@@ -125,7 +134,7 @@ class OTBTrainer(GRPOTrainer):
     _name = "OTB"
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, baseline: Callable = otb, **kwargs):
-        self.baseline = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
+        self.baseline: Any = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self._needs = baselines.needs_of(baseline)
         self._noise = GradientNoise() if getattr(args, "measure_gradient_noise", False) else None
         logs_energy = self._noise is not None or getattr(args, "log_energy", False)
@@ -198,6 +207,16 @@ class OTBTrainer(GRPOTrainer):
         self._log_rollouts(rollouts, baseline, advantages, output)
         if baselines.carries_state(self.baseline):
             self.baseline.update(rollouts)
+
+    def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
+        at_once = getattr(self.args, "rows_per_generation", None) or len(prompt_ids)
+        if self.use_vllm or images is not None or at_once >= len(prompt_ids):
+            return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+        completion_ids: list = []
+        for first in range(0, len(prompt_ids), at_once):  # generate returns no log-probs
+            chunk = prompt_ids[first : first + at_once]
+            completion_ids += super()._generate_single_turn(chunk, images, *args, **kwargs)[0]
+        return completion_ids, None
 
     def _drop_mismatched(self, output: dict, low: float, high: float) -> None:
         """Takes the rollouts of which the geometric mean ratio leaves the band out of the loss and of all sums.
@@ -370,7 +389,7 @@ class OTBTrainer(GRPOTrainer):
         finally:
             hook.remove()
 
-    def _causal_model(self) -> torch.nn.Module:
+    def _causal_model(self) -> PreTrainedModel:
         """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if hasattr(model, "get_base_model") else model

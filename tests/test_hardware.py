@@ -37,6 +37,7 @@ REFUSED = {  # overrides -> (processes, GPUs, packages, what the message says)
     "rollouts_by=vllm": (1, 1, (), "pip install -e '.[vllm]'"),
     "rollouts_by=vllm rollouts_by.tensor_parallel=3": (8, 8, ("vllm",), "divides the 8 processes"),
     "rollouts_by=vllm rollouts_by.memory_share=3": (1, 1, ("vllm",), "between 0 and 1"),
+    "parallel=fsdp2 rollouts_by.rows=8": (8, 8, (), "gather weights together"),
     "rollouts_by.rows=0": (1, 1, (), "must be a whole number >= 1"),
     "gpus=0": (1, 1, (), "must be a whole number >= 1"),
     "geometric_ratio_band=[0.9,1.1]": (1, 1, (), "samples with the policy itself"),

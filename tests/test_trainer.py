@@ -241,3 +241,13 @@ def test_accuracy_is_absent_where_the_reward_is_a_weighted_sum(tmp_path, untrain
 def test_config_refuses_scaling_outside_the_baseline(tmp_path):
     with pytest.raises(ValueError, match="leaves scaling to the baseline"):
         config(tmp_path, scale_rewards="group")
+
+
+def test_generation_in_chunks_gives_every_rollout_its_prompt(tmp_path, untrained, tokenizer):
+    """Whole groups in the order of the prompts, as many as without chunks; only the draws differ."""
+    whole = recorded(tmp_path / "whole", copy.deepcopy(untrained), tokenizer, max_steps=1)
+    chunks = recorded(tmp_path / "chunks", untrained, tokenizer, max_steps=1, rows_per_generation=5)
+    (one, _), (other, _) = whole.batches[0], chunks.batches[0]
+    assert torch.equal(one["prompt_ids"], other["prompt_ids"])
+    assert len(other["completion_ids"]) == len(one["completion_ids"]) == 16
+    torch.testing.assert_close(other["advantages"], chunks.batches[0][1].float(), rtol=1e-4, atol=1e-5)

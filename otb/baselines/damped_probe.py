@@ -1,4 +1,4 @@
-"""Damped probe: the energy probe's advantage, times the share of the group's energy that is not one's own.
+"""Damped probe: the energy probe's advantage is multiplied by the other rollouts' share of the group's energy.
 
 A_t = (1 - omega_t) (R - V_t), omega_t = W_t^i / sum_j W_t^j with finished rollouts at their last W. `otb` with carried
 energy is (1 - omega_t) (R - mean of the others): this is its damping with a better baseline in the place of the others.

@@ -1,4 +1,4 @@
-"""Energy probe: a value of the prefix that minimises the token-diagonal variance, fitted on earlier steps only.
+"""Energy probe: a linear value of the prefix is fitted, on earlier steps only, to the token-diagonal variance.
 
 V_t = clip(theta . [h_t; 1]) with theta the regularised, w-weighted ridge fit of `ridge_probe`. One small solve a step
 and no optimizer.
@@ -47,7 +47,10 @@ class EnergyProbe(RidgeProbe):
         self.group_correction = group_correction
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Rows and totals of `RidgeProbe`; with group_correction also last_state (B, d + 1), phi of the last token."""
+        """Returns rows and totals of `RidgeProbe`, and with group_correction phi of the last own token too.
+
+        Its row is last_state (B, d + 1).
+        """
         rows, totals = super().reduce(tokens)
         if self.group_correction:
             phi = features(tokens)

@@ -1,4 +1,4 @@
-"""GRPO (arXiv 2402.03300): group mean, divided by the group's standard deviation."""
+"""GRPO (arXiv 2402.03300): a rollout is compared with its group's mean, in units of the group's deviation."""
 
 from __future__ import annotations
 

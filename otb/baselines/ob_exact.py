@@ -1,4 +1,4 @@
-"""Sequence-level optimal baseline with exact norms: rewards weighted by each rollout's squared score norm.
+"""Sequence-level optimal baseline with exact norms: rewards are weighted by each rollout's squared score norm.
 
 B = sum_i E^i R^i / sum_i E^i with E = ||sum_t s_t||^2 minimises E[E (R - B)^2], the variance of the gradient of a
 rollout whose baseline is one number (Weaver and Tao 2001; Greensmith, Bartlett and Baxter 2004).

@@ -1,4 +1,4 @@
-"""OPO (arXiv 2505.23585): length-weighted group mean, the optimal baseline if energy grew with length alone."""
+"""OPO (arXiv 2505.23585): rewards are weighted by length, which would be optimal if energy grew with length alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimal Token Baseline (arXiv 2602.07078): at token t, rewards weighted by the energy realized up to t.
+"""Optimal Token Baseline (arXiv 2602.07078): at token t, rewards are weighted by the energy realized up to t.
 
 B_t = sum_i W_t^i G_t^i / sum_i W_t^i over the rollouts that reach their t-th own token. With G the return and W_t =
 sum_{j<=t} w_j the realized energy, it minimises E[W_t (G_t - B_t)^2]. The advantage of own token t is G_t - B_t.

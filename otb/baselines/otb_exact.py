@@ -1,4 +1,4 @@
-"""OTB with exact norms: the squared norm of the prefix's score, over all trainable parameters, in the place of W_t.
+"""OTB with exact norms: the squared norm of the prefix's score over all parameters takes the place of W_t.
 
 B_t = sum_i G_t^i E_t^i / sum_i E_t^i with E_t = ||sum_{j<=t} s_j||^2. Realized energy W_t adds squared norms of single
 tokens in logit space; E_t also has the cross terms between tokens and all that the network does behind the logits.

@@ -1,4 +1,4 @@
-"""OTB, leave-one-out: at token t, rewards of the other rollouts that reach it, weighted by their energy so far.
+"""OTB, leave-one-out: at token t, the others that reach it are weighted by their energy so far.
 
 B_t^i = sum_{j != i} W_t^j G_t^j / sum_{j != i} W_t^j over the others that have a t-th own token.
 """

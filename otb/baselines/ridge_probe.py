@@ -1,4 +1,4 @@
-"""A linear value of the prefix, fitted online by energy-weighted ridge regression: what the probe baselines share.
+"""A linear value of the prefix, fitted online by energy-weighted ridge regression, which the probe baselines share.
 
 phi_t = [h_t; 1] with h_t the final hidden state that predicts own token t. For V_t = theta . phi_t the token-diagonal
 part of the gradient's variance is E[sum_t w_t (R - V_t)^2], so that theta is a weighted least squares fit, with
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class OnlineRidge:
-    """The state of ridge fits whose sums decay by `decay` a step; the ridge counts as `pseudo_rollouts` rollouts."""
+    """Keeps the sums of ridge fits, which decay by `decay` a step; the ridge counts as `pseudo_rollouts` rollouts."""
 
     def __init__(self, pseudo_rollouts: float = 100.0, decay: float = 0.9):
         if not pseudo_rollouts > 0:
@@ -66,7 +66,10 @@ class RidgeProbe(OnlineRidge):
     """An OnlineRidge that fits the reward to phi with weights w, as the head of this file says."""
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Rows: values (B, T) of the state so far, weighted_states (B, d + 1); totals: moments (d + 1, d + 1)."""
+        """Returns rows and totals.
+
+        Rows: values (B, T) by the state so far, weighted_states (B, d + 1). Totals: moments (d + 1, d + 1).
+        """
         phi, score_norms = features(tokens), tokens.required("score_norms")
         w = (score_norms * tokens.alive).to(phi.dtype).unsqueeze(-1)  # (B, T, 1)
         values = self._predicted(phi) if self.fitted else score_norms.new_zeros(tokens.own.shape)

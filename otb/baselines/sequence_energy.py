@@ -1,4 +1,4 @@
-"""Sequence-level optimal baseline with the proxy: rewards weighted by each rollout's whole realized energy."""
+"""Sequence-level optimal baseline with the proxy: rewards are weighted by each rollout's whole realized energy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequence-level energy baseline, leave-one-out: the others' rewards weighted by their whole realized energy."""
+"""Sequence-level energy baseline, leave-one-out: the others' rewards are weighted by their whole energy."""
 
 from __future__ import annotations
 

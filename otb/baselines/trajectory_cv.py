@@ -1,4 +1,4 @@
-"""Trajectory-wise control variate: a learned value of the prefix, and the luck of later tokens taken out of the return.
+"""Trajectory-wise control variate: besides a value of the prefix, the luck of later tokens is taken off the return.
 
 A_t = R - B_t - sum_{u>t} q_u: B_t a function of the prefix before token t, q_u a function of the prefix before token u
 and of token u whose mean over token u is 0 (Cheng, Yan and Boots, arXiv 1908.03263). No baseline of the prefix can
@@ -45,7 +45,10 @@ class TrajectoryCV(OnlineRidge):
     """
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Rows: values (B, T), states and weighted_features, sums over t; totals: their moments."""
+        """Returns rows and totals.
+
+        Rows: values (B, T); states and weighted_features, which are sums over t. Totals: their moments.
+        """
         phi, score_norms = self._states(tokens), tokens.required("score_norms")
         counted = tokens.alive.unsqueeze(-1).to(phi)
         rows = {"states": (counted * phi).sum(1)}

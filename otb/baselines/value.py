@@ -1,4 +1,4 @@
-"""Value model: a learned critic, as in PPO with GAE at lambda = 1. The advantage is R - V(prefix).
+"""Value model: a critic is learned, as in PPO with GAE at lambda = 1, and the advantage is R - V(prefix).
 
 V_t = head . [h_t; 1], a linear value head on the policy's final hidden states, detached, with an Adam of its own. The
 loss mean_t (V_t - R)^2 is quadratic in the head, so that its gradient follows from sum_t phi_t phi_t^T and from the
@@ -46,7 +46,10 @@ class Value:
         self._optimizer: torch.optim.Adam | None = None
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Rows: values (B, T), states (B, d + 1) = sum_t phi_t; totals: moments (d + 1, d + 1)."""
+        """Returns rows and totals.
+
+        Rows: values (B, T), states (B, d + 1) = sum_t phi_t. Totals: moments (d + 1, d + 1).
+        """
         phi = features(tokens)
         counted = tokens.alive.to(phi).unsqueeze(-1)
         values = tokens.log_probs.new_zeros(tokens.own.shape)

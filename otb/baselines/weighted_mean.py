@@ -1,4 +1,4 @@
-"""Weighted means of the returns of a group, shared by the baselines that weigh rollouts by their energy.
+"""Weighted means of the returns of a group, which the baselines that weigh rollouts by their energy share.
 
 `weighted_mean` counts a rollout in its own baseline, `mean_of_others` leaves it out.
 """

@@ -1,4 +1,4 @@
-"""Unbiased statistics of an estimator's group gradient, and intervals over prompts.
+"""Computes unbiased statistics of an estimator's group gradient, and intervals over prompts.
 
 g is the gradient of one prompt group: the mean over its rollouts of sum_t A_t s_t. mu = E[R sum_t s_t] is the true
 gradient of the prompt. All four moments are U-statistics: products of gradients that share no rollout. A plug-in such

@@ -1,4 +1,4 @@
-"""Exact score vectors d log pi(y_t) / d theta of every own token, over all trainable parameters.
+"""Computes exact score vectors d log pi(y_t) / d theta of every own token, over all trainable parameters.
 
 They are too many to keep (tokens x parameters): a rollout keeps exact norms of them and a fixed random sketch of each,
 which preserves inner products between rollouts: <sketch(x), sketch(y)> is unbiased for <x, y> over the choice of
@@ -18,7 +18,7 @@ from otb.exact_norms import in_chunks, own_log_probs, scores, squared_norms, tra
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout without padding.
+    """One rollout, whose tensors have no padding.
 
     ids (L,): of prompt and response. own (L,) bool: the policy sampled the token. reward: NaN = unscored.
     """

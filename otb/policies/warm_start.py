@@ -1,4 +1,4 @@
-"""Warm start of the tiny policy: supervised steps on a task's noisy demonstrations, once per recipe, then from a cache.
+"""Warm-starts the tiny policy by supervised steps on a task's noisy demonstrations, once per recipe, then from a cache.
 
 experiments/, the variance laboratory and tests call `warm_start` for `model=tiny`. RL seeds vary the RL alone: every
 run of a task starts from the same policy unless `WarmStart.seed` says otherwise.
@@ -37,7 +37,7 @@ MAX_GRAD_NORM = 1.0
 
 
 class DemonstratedTask(Protocol):
-    """A task with a warm start."""
+    """A task whose demonstrations can warm-start the tiny policy."""
 
     name: str
 

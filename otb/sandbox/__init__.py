@@ -69,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """The end of one program.
+    """Says how one program ended, and what it printed.
 
     Args:
         status: ok; user_error (exception, exit code, crash); timeout (wall or CPU); memory; output_limit; or

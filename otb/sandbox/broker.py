@@ -239,7 +239,9 @@ class Broker:
     def __init__(self, trainer, parent):
         self.trainer, self.parent = trainer, os.pidfd_open(parent)
         self.inbox = bytearray()
-        self.setup = self.runner = self.sandbox = None
+        self.setup: dict = {}  # {} until the trainer has sent it
+        self.runner: socket.socket  # the socket to the runner, from start_sandbox on
+        self.sandbox: int | None = None  # the pid of bubblewrap
         self.ready = False
         self.waiting = []  # calls for which no worker is free
         self.running = {}  # id -> call: those in the sandbox, in any state from STARTING to STOPPING
@@ -280,7 +282,7 @@ class Broker:
         while len(self.inbox) >= 4 and len(self.inbox) >= 4 + (size := struct.unpack_from("!I", self.inbox)[0]):
             message = json.loads(self.inbox[4 : 4 + size])
             del self.inbox[: 4 + size]
-            if self.setup is None:
+            if not self.setup:
                 self.set_up(message)
             else:
                 self.waiting.append(Call(message))
@@ -361,7 +363,7 @@ class Broker:
                 if call.state is State.RUNNING and call.pidfd is not None and now - call.began >= TICK:
                     call.check_limits()
             elif call.state is State.STOPPING or call.pidfd is None:  # it neither starts nor dies
-                os.kill(self.sandbox, signal.SIGKILL)
+                self.kill_sandbox()
             else:
                 call.kill("timeout" if call.state is State.RUNNING else "sandbox_failure")
         return min((max(0.001, min(TICK, call.deadline - now)) for call in self.running.values()), default=None)
@@ -387,11 +389,15 @@ class Broker:
             if due is None or now - looked >= due:
                 due, looked = self.watch(), now
 
-    def end_sandbox(self):
-        """Ends the sandbox and waits until nothing of it is left; orphans of it became our children."""
+    def kill_sandbox(self):
+        """Kills bubblewrap; the runner and all calls die with it."""
         if self.sandbox is not None:
             os.kill(self.sandbox, signal.SIGKILL)
-            self.sandbox = None
+
+    def end_sandbox(self):
+        """Ends the sandbox and waits until nothing of it is left; orphans of it became our children."""
+        self.kill_sandbox()
+        self.sandbox = None
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()

@@ -21,7 +21,7 @@ KILLED = (-9, 137)
 
 
 class Http(Sandbox):
-    """A sandbox on a SandboxFusion server.
+    """A sandbox that runs programs on a SandboxFusion server.
 
     Args:
         url: The server's address, such as http://host:8080, without /run_code.

@@ -63,14 +63,17 @@ def must(name, *arguments):
 
 
 class SockFprog(ctypes.Structure):
+    """The system call filter as the kernel takes it: struct sock_fprog."""
+
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
-def confine(cpu_seconds, memory_bytes, processes, file_bytes, program):
+def confine(limits, program):
     """Takes fresh namespaces and a private /tmp, gives up capabilities, sets resource limits, loads the filter.
 
     No other order works: each step needs a right that a later one takes away.
     """
+    cpu_seconds, memory_bytes, processes, file_bytes = limits
     must("unshare", CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
     options = f"size={file_bytes},nr_inodes=1024,mode=0700".encode()
     must("mount", b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
@@ -114,7 +117,7 @@ def report(error, source):
 def run(source):
     """Runs the program as __main__ and returns its exit code, as the interpreter itself would."""
     main = type(sys)("__main__")
-    main.__builtins__ = __builtins__
+    vars(main)["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
     try:
         exec(compile(source, "<python>", "exec", dont_inherit=True), main.__dict__)
@@ -139,7 +142,7 @@ def child(limits, program, code, out, err, go):
             os.setsid()
             for warning in (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2):
                 _signal.signal(warning, _signal.SIG_DFL)  # the broker ignores them, and it is inherited
-            confine(*limits, program)
+            confine(limits, program)
             os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # the runner's own would carry flags from call to call
             os.dup2(out, 1)
             os.dup2(err, 2)
@@ -192,7 +195,7 @@ def main():
             exec(WARM_UP.get(package, ""), {})
     instructions = broker.recv(1 << 16)
     program = SockFprog(len(instructions) // 8, instructions)
-    builtins.exit = builtins.quit = sys.exit  # site, which would add them, is not loaded
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # site, which would add them, is not loaded
     os.environ.clear()
     sys.argv[:] = [""]
     atexit._clear()

@@ -28,7 +28,8 @@ def runtime() -> tuple[list[list[str]], list[str], str]:
         libraries = os.path.dirname(os.path.realpath(next(line.split()[-1] for line in file if "/libc.so.6" in line)))
     loader = LOADERS[platform.machine()]
     binds = [
-        [os.path.realpath(getattr(sys, "_base_executable", sys.executable)), "/python/bin/python"],
+        # type stubs leave the private name out; otb/seams.py lists it
+        [os.path.realpath(sys._base_executable), "/python/bin/python"],  # type: ignore[attr-defined]
         [os.path.realpath(loader), loader],
         [libraries, libraries],
         [str(Path(__file__).with_name("runner.py")), "/python/runner.py"],

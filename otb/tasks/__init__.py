@@ -1,4 +1,4 @@
-"""Tasks: where prompts come from and how a response is rewarded. One file per task, one yaml per file in conf/task/.
+"""Tasks say where prompts come from and how a response is rewarded. Each has a file here and a yaml in conf/task/.
 
 A task is any object with the attributes of `Task`; Hydra builds it from `_target_`. experiments/ and the variance
 laboratory use it; a task knows nothing of baselines or trainers.

@@ -41,6 +41,8 @@ _CURRENCY = re.compile(r"^(-?)\\?\$")
 
 
 class Outcome(StrEnum):
+    """The ways in which grading a response ends, as the table above describes them."""
+
     CORRECT = "correct"
     WRONG = "wrong"
     UNPARSABLE = "unparsable"

@@ -99,11 +99,6 @@ class Maths:
 
     def train_dataset(self) -> Dataset:
         """Returns rows `prompt` (chat messages), `answer` (str). Raises ValueError for a task without training rows."""
-        if self.train_split is None:
-            raise ValueError(
-                f"task {self.name} has train_split=null: its rows are for evaluation. Try task=gsm8k, or a training "
-                f"task with +task@task.evaluation={self.name}."
-            )
         return self._train
 
     def eval_dataset(self) -> Dataset:
@@ -113,6 +108,11 @@ class Maths:
 
     @cached_property
     def _train(self) -> Dataset:
+        if self.train_split is None:
+            raise ValueError(
+                f"task {self.name} has train_split=null: its rows are for evaluation. Try task=gsm8k, or a training "
+                f"task with +task@task.evaluation={self.name}."
+            )
         return self._chat_rows(load_rows(self._source(self.train_split)))
 
     @cached_property
@@ -130,9 +130,8 @@ class Maths:
             )
         return self._chat_rows(load_rows(source))
 
-    def _source(self, split: str | None) -> Source:
-        assert self.path is not None and split is not None  # refused before
-        return Source(path=self.path, split=split, config=self.config, revision=self.revision)
+    def _source(self, split: str) -> Source:
+        return Source(path=str(self.path), split=split, config=self.config, revision=self.revision)
 
     def _chat_rows(self, rows: Dataset) -> Dataset:
         from datasets import Features, List, Value
@@ -255,6 +254,7 @@ def _cell(row: Mapping, column: str) -> Any:
 
 
 def _require_column(rows: Dataset, column: str, name: str, path: str | None) -> None:
+    """Raises ValueError unless the rows have the column, a name or a dotted path."""
     outer, *inner = column.split(".")
     columns = list(rows.column_names)
     if outer in columns and inner:
