@@ -142,6 +142,12 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "create_model_card()", "replaced by nothing"),
         Seam(GRPO, "_tokenizer", "decodes the samples that are kept"),
     ),
+    "experiments/evaluation/sampling.py": (
+        Seam(GRPO, "_generate(prompts)", "extended: keeps what was generated, which ends how is read from it"),
+        Seam(GRPO, "_generate_and_score_completions(inputs)", "called for every batch of samples"),
+        Seam(GRPO, "_last_loaded_step", "set to -1, so that vLLM gets the weights of another checkpoint"),
+        Seam(GRPO, "_metrics", "cleared: nobody reads those of an evaluation"),
+    ),
     "experiments/command_line.py": (
         Seam("hydra._internal.utils", "get_args_parser()", "tells overrides from Hydra's own options"),
     ),

@@ -9,7 +9,7 @@ classes that take part in it:
       _prepare_inputs                          OTB > GRPO         hands out the next micro-batch, or makes new ones:
         _generate_and_score_completions        OTB > GRPO         prompts -> everything that the loss reads
           _generate                            Tool > OTB > GRPO  prompts -> responses; counts their tokens
-            _generate_single_turn              Tool > GRPO        one turn of every unfinished rollout
+            _generate_single_turn              Tool > OTB > GRPO  one turn of every unfinished rollout
             _get_tool_suffix_ids               Tool > GRPO        the reply to a tool call
           _get_per_token_logps_and_entropies   OTB > GRPO         a no-grad pass, here with log sum pi^2
           _calculate_rewards                   OTB > GRPO         rewards, which are kept
@@ -92,9 +92,7 @@ class OTBConfig(GRPOConfig):
 
     rows_per_generation: int | None = field(
         default=None,
-        metadata={
-            "help": "Rollouts that transformers' generate samples at a time; None: all of a turn. Not with vLLM."
-        },
+        metadata={"help": "Rollouts that transformers' generate samples at a time; None: all of a turn."},
     )
     geometric_ratio_band: tuple[float, float] | None = field(
         default=None,
