@@ -1,10 +1,13 @@
-# Each target sets itself up on a fresh machine: a virtual environment in .venv with the pins of pyproject.toml.
+# Each target sets itself up on a fresh machine: a virtual environment in .venv with the pins of requirements.lock.
 PYTHON ?= python3
 BIN := .venv/bin
 # Hosted machines without a GPU: PyTorch's CPU build, where pip would otherwise take gigabytes of CUDA libraries.
 TORCH_INDEX ?=
+# PyTorch comes first, because its index holds few other packages.
+install_torch = $(1)/python -m pip install --quiet --upgrade pip && \
+	$(1)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' requirements.lock)
 
-.PHONY: run test lint figures clean
+.PHONY: run test lint figures lock clean
 
 run: .venv/installed
 	$(BIN)/python experiments/run.py $(ARGS)
@@ -15,17 +18,27 @@ test: lint
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 figures: .venv/installed
 	$(BIN)/python -m analysis.report $(or $(RUNS),runs)
 
-.venv/installed: pyproject.toml
+.venv/installed: requirements.lock
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
-		$$(sed -n 's/^    "\(torch==[^"]*\)",/\1/p' pyproject.toml)
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(call install_torch,$(BIN))
+	$(BIN)/python -m pip install --quiet -r requirements.lock -e '.[dev]'
 	touch $@
 
+# The newest versions in the ranges of pyproject.toml. PyTorch stays: edit its line of requirements.lock first.
+lock:
+	rm -rf .lock
+	$(PYTHON) -m venv .lock
+	$(call install_torch,.lock/bin)
+	.lock/bin/python -m pip install --quiet $$(grep '^torch==' requirements.lock) '.[dev]'
+	grep '^#' requirements.lock > .lock/requirements
+	.lock/bin/python -m pip freeze --all --exclude pip --exclude otb | sed 's/+[^+]*$$//' >> .lock/requirements
+	mv .lock/requirements requirements.lock
+	rm -rf .lock build otb.egg-info
+
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .lock .mypy_cache build *.egg-info

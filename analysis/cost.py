@@ -1,19 +1,23 @@
-"""Time and memory per step and arm. Medians: the first step of a run compiles and warms up."""
+"""Tabulates and draws time and memory per step and arm (C5). Medians, as the first step of a run warms up."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
-from analysis.arms import one_setting, require, seeds_text
-from analysis.style import PAGE, arms, figure, keep_numbers
+from analysis.arms import by_arm
+from analysis.checks import one_setting, require
+from analysis.style import PAGE, figure, keep_numbers, seeds_text
 
 PARTS = {"sampling": "#0072B2", "scoring": "#009E73", "advantages": "#D55E00", "loss": "#BBBBBB"}
 
 
 def cost_table(table: pd.DataFrame) -> pd.DataFrame:
-    """A row per run: median seconds of each part of a step; advantage_share, of the whole step; advantage_ratio, to the
-    loss part (forward, backward, optimizer); peak memory in GiB."""
+    """Returns a row per run: median seconds of each part of a step, and peak memory in GiB.
+
+    advantage_share is that of the advantages in the step, advantage_ratio theirs to the loss (forward, backward,
+    optimizer).
+    """
     require(table, "seconds_step", "seconds_advantages", "seconds_loss")
     columns = [f"seconds_{part}" for part in (*PARTS, "step") if f"seconds_{part}" in table]
     rows = table.assign(
@@ -21,16 +25,20 @@ def cost_table(table: pd.DataFrame) -> pd.DataFrame:
         advantage_ratio=table.seconds_advantages / table.seconds_loss,
     )
     keys = ["run", "baseline", "group_size", "seed"]
-    found = rows.groupby(keys, observed=True)[[*columns, "advantage_share", "advantage_ratio"]].median()
+    medians = rows.groupby(keys, observed=True)[[*columns, "advantage_share", "advantage_ratio"]].median()
     if "peak_memory_bytes" in table:
-        found["peak_gib"] = rows.groupby(keys, observed=True).peak_memory_bytes.max() / 2**30
-    return found.reset_index()
+        medians["peak_gib"] = rows.groupby(keys, observed=True).peak_memory_bytes.max() / 2**30
+    return medians.reset_index()
 
 
 def time_and_memory(table: pd.DataFrame):
-    """Median seconds per step in its parts, and peak memory, a bar per arm, a point per seed. -> two axes."""
+    """Draws median seconds per step in its parts, and peak memory: a bar per arm, a tick per seed.
+
+    Returns:
+        The two axes.
+    """
     runs = cost_table(one_setting(table))
-    cells = arms(runs)
+    cells = by_arm(runs)
     _, (left, right) = figure(2, PAGE, 0.7 + 0.24 * max(4, len(cells)), sharey=True)
     place = np.arange(len(cells))[::-1]
     ends = np.zeros(len(cells))

@@ -1,4 +1,4 @@
-"""Curves of several seeds on one grid, and how an arm is drawn. Called by the figures; no smoothing anywhere."""
+"""Puts the curves of several seeds on one grid and draws them per arm, without smoothing. Called by the figures."""
 
 from __future__ import annotations
 
@@ -7,26 +7,37 @@ import pandas as pd
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
-from analysis.arms import one_setting, require, seeds_text
-from analysis.intervals import curve_interval
-from analysis.style import arms, colour, dash
+from analysis.arms import by_arm, colour
+from analysis.checks import one_setting, require
+from analysis.intervals import FEWEST, curve_interval
+from analysis.style import dash, legend_below, seeds_text
 from otb.errors import RunError
 from otb.records import EVALUATION_METRICS, METRICS
 
+Curve = tuple[str, NDArray, NDArray, bool]  # run, x, y, diverged
+
 
 def curve(run: pd.DataFrame, y: str, x: str) -> tuple[NDArray, NDArray]:
-    """One run's measured points, ascending in x."""
+    """Returns the (x, y) that one run measured, ascending in x."""
     place = "evaluation_own_tokens_total" if x == "own_tokens_total" and y.startswith("evaluation_") else x
     rows = run[[place, y]].dropna().sort_values(place)
     return rows[place].to_numpy(float), rows[y].to_numpy(float)
 
 
 def on_one_grid(runs: list[tuple[NDArray, NDArray]], ended: list[bool], shared_steps: bool) -> tuple[NDArray, NDArray]:
-    """Points of several seeds -> (grid, values (seeds, points)).
+    """Puts the points of several seeds on one grid.
 
-    ended: a diverged run, which keeps its last value; leaving it out would make the others look better. Over steps the
-    grid holds the steps that every other run measured; over tokens, where no two runs share a point, a seed's value is
-    linear between its own points, on the range that all runs cover.
+    Over steps the grid holds the steps that every run measured; over tokens, where no two runs share a point, a seed's
+    value is linear between its own points, on the range that all runs cover.
+
+    Args:
+        runs: (x, y) per seed.
+        ended: per seed, whether it diverged. It keeps its last value, and the grid does not end with it; leaving it out
+            would make the others look better.
+        shared_steps: whether x is the step.
+
+    Returns:
+        (grid (points), values (seeds, points)).
     """
     whole = [run for run, is_ended in zip(runs, ended, strict=True) if not is_ended] or runs
     if shared_steps:
@@ -40,58 +51,54 @@ def on_one_grid(runs: list[tuple[NDArray, NDArray]], ended: list[bool], shared_s
     return grid, np.array([np.interp(grid, *run) for run in runs])
 
 
-def arm_curves(rows: pd.DataFrame, y: str, x: str) -> list[tuple[str, NDArray, NDArray, bool]]:
-    """(run, x, y, diverged) per run of an arm that measured y."""
-    found = []
+def arm_curves(rows: pd.DataFrame, y: str, x: str) -> list[Curve]:
+    """Returns (run, x, y, diverged) per run of an arm that measured y."""
+    curves = []
     for name, run in rows.groupby("run", observed=True):
         points = curve(run, y, x)
         if len(points[0]):
-            found.append((name, *points, run.outcome.iloc[0] == "diverged"))
-    return found
+            curves.append((str(name), *points, bool(run.outcome.iloc[0] == "diverged")))
+    return curves
 
 
 def draw_curves(
     axes, table: pd.DataFrame, y: str, x: str = "step", outside: pd.DataFrame | None = None, log: bool = False
 ) -> pd.DataFrame:
-    """Draws every arm of `table` into axes, with a legend that states the seeds. -> the plotted numbers.
+    """Draws every arm of `table` into axes, with a legend that states the seeds.
 
-    log: for a positive quantity; mean and interval are those of its logarithm, and a value of 0 has no place.
+    Args:
+        table: rows of one setting.
+        y: the metric.
+        x: "step" or "own_tokens_total".
+        outside: rows of plain TRL runs, drawn as grey lines.
+        log: for a positive quantity; mean and interval are those of its logarithm, and a value of 0 has no place.
+
+    Returns:
+        The plotted numbers.
+
+    Raises:
+        RunError: no run measured y, or settings are mixed.
     """
     if log and y in table:
         table = table.assign(**{y: table[y].where(table[y] > 0)})
         axes.set_yscale("log")
     require(one_setting(table), y)
-    sizes, plotted, counts = set(table.group_size), [], []
-    for baseline, size, text, rows in arms(table):
-        runs = arm_curves(rows, y, x)
-        if not runs:
-            continue
-        tint, style = colour(baseline), dash(size, sizes)
-        for name, place, values, diverged in runs:
-            (line,) = axes.plot(place, values, color=tint, ls=style, lw=0.6, alpha=0.35)
-            line.set_gid(f"run:{name}")
-            if diverged:
-                axes.plot(place[-1:], values[-1:], "x", color=tint, ms=6)
-        grid, values = on_one_grid([run[1:3] for run in runs], [run[3] for run in runs], x == "step")
-        estimate, low, high = curve_interval(np.log(values) if log else values)
-        if log:
-            estimate, low, high = (None if part is None else np.exp(part) for part in (estimate, low, high))
-        counts.append(len(runs))
-        if low is not None:  # too few seeds: the raw lines alone
-            low, high = (np.clip(part, 0, 1) if is_share(y) else part for part in (low, high))
-            axes.fill_between(grid, low, high, color=tint, alpha=0.15, lw=0)
-            axes.plot(grid, estimate, color=tint, ls=style, label=f"{text} ({len(runs)})")
-        else:
-            axes.plot([], [], color=tint, ls=style, lw=0.8, label=f"{text} ({len(runs)}, no interval)")
-        plotted.append(_numbers(baseline, size, y, x, grid, (estimate, low, high), len(runs)))
+    sizes, plotted = set(table.group_size), []
+    for baseline, size, text, rows in by_arm(table):
+        if runs := arm_curves(rows, y, x):
+            style = {"color": colour(baseline), "ls": dash(size, sizes)}
+            numbers = draw_arm(axes, runs, text, style, x == "step", is_share(y), log)
+            plotted.append(labelled(numbers, baseline, size, y, x))
+    if not plotted:
+        raise RunError(f"No run measured {y} over {x}. Run again with the present version, which records both.")
+    counts = [int(numbers.seeds.iloc[0]) for numbers in plotted]
     for name, run in () if outside is None or y not in outside else outside.groupby("run", observed=True):
         place, values = curve(run, y, x)
         if len(place):
             (line,) = axes.plot(place, values, color="0.45", ls="--", lw=0.9, label=f"TRL: {name}")
             line.set_gid(f"run:{name}")
-            plotted.append(_numbers(f"TRL: {name}", np.nan, y, x, place, (values, None, None), 1))
-    if not counts:
-        raise RunError(f"No run measured {y} over {x}. Run again with the present version, which records both.")
+            numbers = pd.DataFrame({"x": place, "estimate": values, "low": np.nan, "high": np.nan, "seeds": 1})
+            plotted.append(labelled(numbers, f"TRL: {name}", np.nan, y, x))
     if x == "own_tokens_total":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_title(f"{seeds_text(counts)} per arm; band: 95 % interval", loc="left", fontsize=7)
@@ -99,21 +106,47 @@ def draw_curves(
     return pd.concat(plotted)
 
 
+def draw_arm(
+    axes, runs: list[Curve], text: str, style: dict, shared_steps: bool, share: bool, log: bool
+) -> pd.DataFrame:
+    """Draws one arm: a thin line per seed, the mean and its band; the lines alone where the seeds are too few.
+
+    Args:
+        runs: of `arm_curves`.
+        text: the arm's name in the legend.
+        style: colour and line style.
+        shared_steps, log: as in `on_one_grid` and `draw_curves`.
+        share: whether y cannot leave [0, 1].
+
+    Returns:
+        The mean and its interval: x, estimate, low, high, seeds.
+    """
+    for name, place, values, diverged in runs:
+        (line,) = axes.plot(place, values, **style, lw=0.6, alpha=0.35)
+        line.set_gid(f"run:{name}")
+        if diverged:
+            axes.plot(place[-1:], values[-1:], "x", color=style["color"], ms=6)
+    grid, values = on_one_grid([run[1:3] for run in runs], [run[3] for run in runs], shared_steps)
+    estimate, low, high = curve_interval(np.log(values) if log else values)
+    if log:
+        estimate, low, high = np.exp(estimate), np.exp(low), np.exp(high)
+    if share:
+        low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+    if len(runs) >= FEWEST:
+        axes.fill_between(grid, low, high, color=style["color"], alpha=0.15, lw=0)
+        axes.plot(grid, estimate, **style, label=f"{text} ({len(runs)})")
+    else:
+        axes.plot([], [], **style, lw=0.8, label=f"{text} ({len(runs)}, no interval)")
+    return pd.DataFrame({"x": grid, "estimate": estimate, "low": low, "high": high, "seeds": len(runs)})
+
+
+def labelled(numbers: pd.DataFrame, baseline: str, size: float, y: str, x: str) -> pd.DataFrame:
+    """Returns plotted numbers as they are saved: metric, baseline and group size first, the column x by its name."""
+    first = pd.DataFrame({"metric": y, "baseline": baseline, "group_size": size}, index=numbers.index)
+    return pd.concat([first, numbers.rename(columns={"x": x})], axis=1)
+
+
 def is_share(metric: str) -> bool:
-    """Whether a metric cannot leave [0, 1]."""
+    """Tells whether a metric cannot leave [0, 1]."""
     known = EVALUATION_METRICS.get(metric.removeprefix("evaluation_")) if metric not in METRICS else METRICS[metric]
     return known is not None and known.unit == "share"
-
-
-def legend_below(axes) -> None:
-    """One legend per figure, outside the axes: curves fill them."""
-    handles, names = axes.get_legend_handles_labels()
-    if not axes.figure.legends:
-        columns = 3 if axes.figure.get_figwidth() > 4 else 2
-        axes.figure.legend(handles, names, loc="outside lower center", ncols=columns, columnspacing=1.0)
-
-
-def _numbers(baseline, size, y, x, grid, found, seeds) -> pd.DataFrame:
-    estimate, low, high = (np.nan if part is None else part for part in found)
-    columns = {"metric": y, "baseline": baseline, "group_size": size, x: grid, "estimate": estimate}
-    return pd.DataFrame(columns | {"low": low, "high": high, "seeds": seeds})

@@ -1,38 +1,46 @@
-"""Held-out accuracy against the group size N per baseline (C3)."""
+"""Tabulates and draws held-out accuracy against the group size N per baseline (C3)."""
 
 from __future__ import annotations
 
 import pandas as pd
 
-from analysis.arms import label, one_setting, require, require_grid, seeds_text
-from analysis.curves import legend_below
+from analysis.arms import by_arm, colour, label, marker
+from analysis.checks import one_setting, require, require_grid
 from analysis.intervals import bootstrap, iqm
-from analysis.style import arms, colour, figure, keep_numbers, marker
+from analysis.style import figure, keep_numbers, legend_below, seeds_text
 
 LAST = 2  # evaluations averaged at the end: half the noise of the last one alone
 
 
 def final_accuracy(table: pd.DataFrame) -> pd.DataFrame:
-    """A row per run: final (mean accuracy of its last two evaluations), best, mean over training, first.
+    """Returns a row per run: final (mean accuracy of its last two evaluations), best, mean over training, first.
 
     A diverged run ends with the policy it had: its last evaluations count.
     """
     require(one_setting(table), "evaluation_accuracy")
     rows = table[table.evaluation_accuracy.notna()].sort_values(["run", "step"])
     groups = rows.groupby(["run", "baseline", "group_size", "seed"], observed=True).evaluation_accuracy
-    found = groups.agg(first="first", best="max", mean="mean", final=lambda values: values.iloc[-LAST:].mean())
-    return found.reset_index()
+    accuracies = groups.agg(first="first", best="max", mean="mean", final=lambda values: values.iloc[-LAST:].mean())
+    return accuracies.reset_index()
 
 
 def by_seed(rows: pd.DataFrame, column: str) -> dict[int, float]:
-    """seed -> value, for the paired comparisons of analysis/intervals.py."""
+    """Returns seed -> value, for the paired comparisons of analysis/intervals.py."""
     return dict(zip(rows.seed, rows[column].astype(float), strict=True))
 
 
 def accuracy_by_group_size(table: pd.DataFrame, value: str = "final"):
-    """Final accuracy over N per baseline: interquartile mean, 95 % interval, a point per seed. -> axes.
+    """Draws final accuracy over N per baseline: interquartile mean, 95 % interval, a point per seed.
 
-    value: "final", "best" or "mean" of `final_accuracy`. Raises RunError where a cell of baselines x sizes is missing.
+    Args:
+        table: rows of one setting.
+        value: "final", "best" or "mean" of `final_accuracy`.
+
+    Returns:
+        The axes.
+
+    Raises:
+        RunError: a cell of baselines x sizes is missing.
     """
     runs = final_accuracy(table)
     cells = {(b, int(n)) for b, n in zip(runs.baseline, runs.group_size, strict=True)}
@@ -40,15 +48,15 @@ def accuracy_by_group_size(table: pd.DataFrame, value: str = "final"):
     require_grid(cells, sorted({b for b, _ in cells}), sizes)
     _, axes = figure()
     plotted = []
-    for place, baseline in enumerate(dict.fromkeys(base for base, *_ in arms(runs))):
-        found = []
+    for place, baseline in enumerate(dict.fromkeys(base for base, *_ in by_arm(runs))):
+        points = []
         shift = 2 ** (0.05 * (place - 1))  # intervals side by side on the logarithmic axis
         for size in sizes:
             values = runs[(runs.baseline == baseline) & (runs.group_size == size)][value].to_numpy()
-            interval = bootstrap([values], lambda x: float(iqm(x)), bounds=(0, 1))
-            found.append({"baseline": baseline, "group_size": size, **interval._asdict()})
+            interval = bootstrap([values], iqm, bounds=(0, 1))
+            points.append({"baseline": baseline, "group_size": size, **interval._asdict()})
             axes.plot([size * shift] * len(values), values, ".", ms=2, color=colour(baseline), alpha=0.5)
-        frame = pd.DataFrame(found)
+        frame = pd.DataFrame(points)
         at = frame.group_size * shift
         axes.plot(at, frame.estimate, color=colour(baseline), marker=marker(baseline), label=label(baseline))
         axes.vlines(at, frame.low, frame.high, color=colour(baseline), lw=0.9)

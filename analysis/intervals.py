@@ -1,27 +1,33 @@
-"""95 % intervals over seeds: interquartile mean, probability of improvement, stratified bootstrap. Pure functions.
+"""Computes 95 % intervals over seeds: interquartile mean, probability of improvement, stratified bootstrap.
 
 A percentile bootstrap of 3 to 5 seeds covers the truth 73 to 90 % of the time, not 95 %. The bootstrap's quantiles are
 therefore stretched about the estimate by t(n - 1) / 1.96 * sqrt(n / (n - 1)), n = seeds of the smallest stratum: for a
-mean that is Student's interval, for large n the plain percentile interval (tests/test_analysis_intervals.py measures
-the coverage). Fewer than `FEWEST` seeds give no interval. Notions after rliable (Agarwal et al. 2021).
+mean that is Student's interval, for large n the plain percentile interval (tests/test_analysis_statistics.py measures
+the coverage). Fewer than `FEWEST` seeds give no interval. The notions are those of rliable (Agarwal et al. 2021).
+
+A *statistic* here reduces axis 0, the seeds, and keeps all others, as `iqm` and `np.mean` with axis=0 do: the bootstrap
+hands it all resamples at once, as an array (seeds, resamples, ...).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 LEVEL = 0.95
+TAILS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 FEWEST = 3
 RESAMPLES = 2000
+Statistic = Callable[..., Any]  # (seeds, ...) per stratum -> (...)
 
 
 class Interval(NamedTuple):
-    """low and high are NaN where there are too few seeds for an interval."""
+    """An estimate and its interval; low and high are NaN where there are too few seeds for one."""
 
     estimate: float
     low: float
@@ -29,134 +35,224 @@ class Interval(NamedTuple):
     seeds: int
 
     def __str__(self) -> str:
-        shown = f"{self.estimate:.3g}"
-        return shown if np.isnan(self.low) else f"{shown} [{self.low:.3g}, {self.high:.3g}]"
+        text = f"{self.estimate:.3g}"
+        return text if np.isnan(self.low) else f"{text} [{self.low:.3g}, {self.high:.3g}]"
 
 
-def iqm(values: ArrayLike, axis: int = 0) -> NDArray | float:
-    """Interquartile mean: a quarter of the values is cut off at each end (whole values; below 4 it is the mean)."""
-    ordered = np.moveaxis(np.sort(np.asarray(values, float), axis=axis), axis, 0)
-    cut = len(ordered) // 4
-    return ordered[cut : len(ordered) - cut].mean(axis=0)
+def iqm(values: ArrayLike, axis: int = 0) -> Any:
+    """Returns the interquartile mean: a quarter of the values is cut off at each end, in whole values.
+
+    With fewer than 4 values it is the mean.
+
+    Args:
+        values: array (seeds, ...), or with the seeds on another axis.
+        axis: the axis of the seeds.
+
+    Returns:
+        Array (...) without that axis; a number for one axis.
+    """
+    return stats.trim_mean(np.asarray(values, float), 0.25, axis)
 
 
-def probability_of_improvement(ours: ArrayLike, theirs: ArrayLike) -> float:
-    """P(a run of ours beats a run of theirs), ties counting half: the Mann-Whitney statistic over n m pairs."""
+def probability_of_improvement(ours: ArrayLike, theirs: ArrayLike) -> Any:
+    """Returns P(a run of ours beats a run of theirs), ties counting half: the Mann-Whitney statistic over n m pairs.
+
+    Args:
+        ours: values of n runs, (n, ...).
+        theirs: values of m runs, (m, ...).
+
+    Returns:
+        Probability (...).
+    """
     ours, theirs = np.asarray(ours, float), np.asarray(theirs, float)
-    return float((np.sign(ours[:, None] - theirs[None, :]) + 1).mean() / 2)
+    test = stats.mannwhitneyu(ours, theirs, method="asymptotic")  # the p-value, whose method this is, is not used
+    return test.statistic / (len(ours) * len(theirs))
 
 
 def bootstrap(
     strata: Sequence[ArrayLike],
-    statistic: Callable[..., float],
+    statistic: Statistic,
     *,
     resamples: int = RESAMPLES,
     seed: int = 0,
     bounds: tuple[float, float] = (-np.inf, np.inf),
 ) -> Interval:
-    """Interval of statistic(*strata), each stratum's seeds (its axis 0) resampled by themselves.
+    """Returns a statistic with its bootstrap interval, each stratum's seeds resampled by themselves.
 
-    For a paired statistic give one stratum whose rows are seeds and whose columns are the two arms. bounds: what the
-    statistic cannot leave. Resamples on which the statistic is not finite are dropped; if more than half, no interval.
+    Args:
+        strata: arrays (seeds, ...), one per argument of the statistic. A paired statistic takes one stratum whose rows
+            are seeds and whose columns are the two arms.
+        statistic: from arrays (seeds, ...) to what is left without the first axis, see the top of the file.
+        resamples: number of resamples; 0 gives the estimate alone.
+        seed: of the resampling; the same seed gives the same interval.
+        bounds: what the statistic cannot leave; the interval is cut there.
+
+    Returns:
+        Interval with the seeds of the smallest stratum. Resamples on which the statistic is not finite are dropped; if
+        they are more than half, or the seeds fewer than `FEWEST`, low and high are NaN.
+
+    Raises:
+        ValueError: a stratum is empty, or the statistic does not keep the resamples apart.
     """
-    strata = [np.asarray(stratum, float) for stratum in strata]
-    if any(len(stratum) == 0 for stratum in strata):
+    arrays = [np.asarray(stratum, float) for stratum in strata]
+    sizes = [len(array) for array in arrays]
+    if 0 in sizes:
         raise ValueError("A stratum has no seed; an interval needs at least one in each.")
-    n, estimate = min(map(len, strata)), float(statistic(*strata))
+    n, estimate = min(sizes), float(statistic(*arrays))
     if n < FEWEST or not resamples:
         return Interval(estimate, np.nan, np.nan, n)
     rng = np.random.default_rng(seed)
-    drawn = np.array(
-        [statistic(*(s[rng.integers(0, len(s), len(s))] for s in strata)) for _ in range(resamples)], float
-    )
+    rows = [[rng.integers(0, size, size) for size in sizes] for _ in range(resamples)]
+    chosen = [np.array(of_stratum).T for of_stratum in zip(*rows, strict=True)]  # (seeds, resamples) per stratum
+    drawn = np.asarray(statistic(*(array[index] for array, index in zip(arrays, chosen, strict=True))))
+    if drawn.shape != (resamples,):
+        raise ValueError(f"The statistic returned {drawn.shape}, not one value per resample. Reduce axis 0 alone.")
     drawn = drawn[np.isfinite(drawn)]
     if len(drawn) <= resamples / 2 or not np.isfinite(estimate):
         return Interval(estimate, np.nan, np.nan, n)
-    low, high = stretch(estimate, np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]), n)
+    low, high = stretch(estimate, np.quantile(drawn, TAILS), n)
     return Interval(estimate, max(low, bounds[0]), min(high, bounds[1]), n)
 
 
-def stretch(estimate, quantiles: NDArray, n: int) -> NDArray:
-    """Small-sample form of bootstrap quantiles, see the top of the file. quantiles (2, ...) -> (2, ...)."""
-    factor = stats.t.ppf((1 + LEVEL) / 2, n - 1) / stats.norm.ppf((1 + LEVEL) / 2) * np.sqrt(n / (n - 1))
+def stretch(estimate: ArrayLike, quantiles: NDArray, n: int) -> NDArray:
+    """Widens bootstrap quantiles to what few seeds need, see the top of the file.
+
+    Args:
+        estimate: (...).
+        quantiles: (2, ...), low and high.
+        n: number of seeds.
+
+    Returns:
+        (2, ...), low and high.
+    """
+    factor = stats.t.ppf(TAILS[1], n - 1) / stats.norm.ppf(TAILS[1]) * np.sqrt(n / (n - 1))
     return estimate + factor * (np.asarray(quantiles) - estimate)
 
 
-def curve_interval(
-    values: NDArray, *, resamples: int = 1000, seed: int = 0
-) -> tuple[NDArray, NDArray | None, NDArray | None]:
-    """Interquartile mean and pointwise interval of curves. values (seeds, points) -> estimate, low, high (points)."""
+def curve_interval(values: NDArray, *, resamples: int = 1000, seed: int = 0) -> tuple[NDArray, NDArray, NDArray]:
+    """Returns the interquartile mean of curves and its pointwise interval.
+
+    Args:
+        values: (seeds, points).
+        resamples: number of resamples, the same for all points.
+        seed: of the resampling.
+
+    Returns:
+        estimate, low, high (points); low and high are NaN with fewer than `FEWEST` seeds.
+    """
     values = np.asarray(values, float)
     n, points = values.shape
-    estimate = iqm(values)
+    estimate, low, high = iqm(values), np.full(points, np.nan), np.full(points, np.nan)
     if n < FEWEST:
-        return estimate, None, None
+        return estimate, low, high
     rows = np.random.default_rng(seed).integers(0, n, (resamples, n))
-    low, high = np.empty(points), np.empty(points)
     width = max(1, 5_000_000 // (resamples * n))  # points at a time: 40 MB of resampled values
     for start in range(0, points, width):
         part = slice(start, start + width)
-        drawn = np.quantile(iqm(values[rows, part], axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+        drawn = np.quantile(iqm(values[rows, part], axis=1), TAILS, axis=0)
         low[part], high[part] = stretch(estimate[part], drawn, n)
     return estimate, low, high
 
 
-def paired(ours: dict[int, float], theirs: dict[int, float]) -> tuple[list[NDArray], bool]:
-    """seed -> value of two arms -> strata: one (seeds, 2) array over the shared seeds, or, where fewer than `FEWEST`
-    are shared, the two arms by themselves. The second value says whether it is paired."""
+def paired(ours: Mapping[int, Any], theirs: Mapping[int, Any]) -> tuple[list[NDArray], bool]:
+    """Makes the strata of a comparison of two arms.
+
+    Args:
+        ours, theirs: seed -> value, a number or several.
+
+    Returns:
+        (strata, whether they are paired). Paired is one array (seeds, ..., 2) over the shared seeds; where fewer than
+        `FEWEST` are shared, and not all, the two arms (seeds, ...) stand by themselves.
+    """
     shared = sorted(ours.keys() & theirs.keys())
     if len(shared) >= FEWEST or set(ours) == set(theirs):
-        return [np.array([[ours[s], theirs[s]] for s in shared])], True
-    return [np.array(list(ours.values())), np.array(list(theirs.values()))], False
+        return [np.stack([np.array([arm[seed] for seed in shared], float) for arm in (ours, theirs)], axis=-1)], True
+    return [np.array(list(arm.values()), float) for arm in (ours, theirs)], False
 
 
-def two_arms(
-    ours: dict[int, float],
-    theirs: dict[int, float],
-    statistic: Callable[[NDArray, NDArray], float],
-    **options,
-) -> Interval:
-    """Interval of statistic(values of ours, values of theirs), paired over the seeds that both have."""
+def two_arms(ours: Mapping[int, Any], theirs: Mapping[int, Any], statistic: Statistic, **options) -> Interval:
+    """Returns a statistic of two arms with its interval, paired over the seeds that both have.
+
+    Args:
+        ours, theirs: seed -> value, a number or several.
+        statistic: from the values of ours and of theirs, (seeds, ...) each.
+        options: of `bootstrap`.
+
+    Returns:
+        Interval.
+
+    Raises:
+        ValueError: an arm has no seed.
+    """
     if not ours or not theirs:
         raise ValueError("An arm has no seed; a comparison needs at least one in each.")
     strata, is_paired = paired(ours, theirs)
     if is_paired:
-        return bootstrap(strata, lambda both: statistic(both[:, 0], both[:, 1]), **options)
+        return bootstrap(strata, lambda both: statistic(both[..., 0], both[..., 1]), **options)
     return bootstrap(strata, statistic, **options)
 
 
-def difference(ours: dict[int, float], theirs: dict[int, float], **options) -> Interval:
-    """Interquartile mean of ours - theirs: of the differences where paired, else the difference of the two means."""
+def difference(ours: Mapping[int, float], theirs: Mapping[int, float], **options) -> Interval:
+    """Returns the interquartile mean of ours - theirs: of the differences where paired, else that of the two means.
+
+    Args:
+        ours, theirs: seed -> value.
+        options: of `bootstrap`.
+
+    Returns:
+        Interval.
+    """
     strata, is_paired = paired(ours, theirs)
     if is_paired:
-        return bootstrap([strata[0][:, 0] - strata[0][:, 1]], lambda d: float(iqm(d)), **options)
-    return bootstrap(strata, lambda a, b: float(iqm(a) - iqm(b)), **options)
+        return bootstrap([strata[0][:, 0] - strata[0][:, 1]], iqm, **options)
+    return bootstrap(strata, lambda a, b: iqm(a) - iqm(b), **options)
 
 
+@cache
 def wilson(successes: int, n: int) -> tuple[float, float]:
-    """Interval of a share. Where no seed, or every seed, survives, a bootstrap would claim certainty; this does not."""
-    z = stats.norm.ppf((1 + LEVEL) / 2)
-    centre, half = successes + z * z / 2, z * np.sqrt(successes * (n - successes) / n + z * z / 4)
-    return max(0.0, (centre - half) / (n + z * z)), min(1.0, (centre + half) / (n + z * z))
+    """Returns Wilson's interval of a share. Where no seed, or every seed, survives, a bootstrap would claim certainty.
+
+    Args:
+        successes: seeds that count.
+        n: all seeds.
+
+    Returns:
+        low, high.
+    """
+    interval = stats.binomtest(successes, n).proportion_ci(LEVEL, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def improvement(ours: ArrayLike, theirs: ArrayLike, **options) -> Interval:
-    """`probability_of_improvement` with its interval, the arms resampled by themselves: it compares all pairs of runs.
+    """Returns `probability_of_improvement` with its interval, the arms resampled by themselves.
 
-    Where every pair agrees no resample differs, and Wilson's interval of the smaller arm stands instead.
+    Args:
+        ours, theirs: values of the runs, (n) and (m).
+        options: of `bootstrap`.
+
+    Returns:
+        Interval. Where every pair agrees no resample differs, and Wilson's interval of the smaller arm stands instead.
     """
-    found = bootstrap([ours, theirs], probability_of_improvement, bounds=(0, 1), **options)
-    if found.estimate in (0, 1) and not np.isnan(found.low):
-        return Interval(found.estimate, *wilson(int(found.estimate) * found.seeds, found.seeds), found.seeds)
-    return found
+    resampled = bootstrap([ours, theirs], probability_of_improvement, bounds=(0, 1), **options)
+    if resampled.estimate in (0, 1) and not np.isnan(resampled.low):
+        successes = int(resampled.estimate) * resampled.seeds
+        return Interval(resampled.estimate, *wilson(successes, resampled.seeds), resampled.seeds)
+    return resampled
 
 
 def share_difference(ours: tuple[int, int], theirs: tuple[int, int]) -> Interval:
-    """Difference of two shares, (count, seeds) each: Newcombe's interval from the two Wilson intervals (method 10)."""
+    """Returns the difference of two shares of seeds with Newcombe's interval (1998, method 10), made of two Wilson's.
+
+    Args:
+        ours, theirs: (seeds that count, all seeds).
+
+    Returns:
+        Interval of ours - theirs.
+    """
     (a, n), (b, m) = ours, theirs
     p, q = a / n, b / m
-    (l1, u1), (l2, u2) = wilson(a, n), wilson(b, m)
-    low = p - q - np.hypot(p - l1, u2 - q)
-    high = p - q + np.hypot(u1 - p, q - l2)
+    (p_low, p_high), (q_low, q_high) = wilson(a, n), wilson(b, m)
+    low = p - q - np.hypot(p - p_low, q_high - q)
+    high = p - q + np.hypot(p_high - p, q - q_low)
     few = min(n, m) < FEWEST
     return Interval(p - q, np.nan if few else float(low), np.nan if few else float(high), min(n, m))

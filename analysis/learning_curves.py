@@ -1,19 +1,11 @@
-"""Learning curves over steps and over tokens. `run_picture` is left in every run directory by experiments/run.py."""
+"""Draws learning curves of several arms over steps and over tokens. The picture of a single run: run_picture.py."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+import pandas as pd
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-from otb.records import RunDirectory, read_rows
-
-if TYPE_CHECKING:
-    import pandas as pd
+from analysis.curves import draw_curves
+from analysis.style import PAGE, figure, keep_numbers
 
 AXIS_NAMES = {
     "step": "step",
@@ -30,39 +22,23 @@ AXIS_NAMES = {
 }
 
 
-def run_picture(directory: RunDirectory) -> Path:
-    """learning_curve.png of one run: training reward, held-out accuracy and gradient norm. One seed, so no interval."""
-    rows = list(read_rows(directory.metrics_file))
-    evaluations = [row for row in read_rows(directory.evaluations_file) if "accuracy" in row]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
-    scored = [row for row in rows if "reward_mean" in row]
-    left.plot([row["step"] for row in scored], [row["reward_mean"] for row in scored], lw=1, label="training reward")
-    left.plot(
-        [row["step"] for row in evaluations], [row["accuracy"] for row in evaluations], "o-", label="held-out accuracy"
-    )
-    left.set(xlabel="step", ylabel="share", ylim=(0, 1))
-    left.legend(loc="lower right", frameon=False)
-    normed = [row for row in rows if row.get("gradient_norm", 0) > 0]  # a log axis has no 0
-    right.plot([row["step"] for row in normed], [row["gradient_norm"] for row in normed], lw=1, color="tab:red")
-    right.set(xlabel="step", ylabel="gradient norm before clipping", yscale="log")
-    figure.suptitle(f"{directory.path.parent.name} / {directory.path.name} (1 seed)", fontsize=9)
-    path = directory.path / "learning_curve.png"
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
-
-
 def learning_curves(
     table: pd.DataFrame, y: str = "evaluation_accuracy", x: str = "step", outside: pd.DataFrame | None = None
 ):
-    """y over x per arm: every seed as a thin line, the interquartile mean and its pointwise 95 % interval.
+    """Draws y over x per arm: every seed as a thin line, the interquartile mean and its pointwise 95 % interval.
 
-    table: rows of one setting. y: a metric, or evaluation_*. x: "step" or "own_tokens_total". outside: rows of plain
-    TRL runs, drawn as grey lines. -> axes. Raises RunError where a metric is missing or settings are mixed.
+    Args:
+        table: rows of one setting.
+        y: a metric, or evaluation_*.
+        x: "step" or "own_tokens_total".
+        outside: rows of plain TRL runs, drawn as grey lines.
+
+    Returns:
+        The axes.
+
+    Raises:
+        RunError: a metric is missing, or settings are mixed.
     """
-    from analysis.curves import draw_curves
-    from analysis.style import figure, keep_numbers
-
     _, axes = figure()
     plotted = draw_curves(axes, table, y, x, outside, log=y == "gradient_norm")
     axes.set(xlabel=AXIS_NAMES.get(x, x), ylabel=AXIS_NAMES.get(y, y))
@@ -71,12 +47,11 @@ def learning_curves(
 
 
 def gradient_norm_and_accuracy(table: pd.DataFrame):
-    """Gradient norm (log scale) and held-out accuracy side by side over steps: the form of the paper's Figure 1."""
-    import pandas as pd
+    """Draws gradient norm (log scale) and held-out accuracy over steps side by side: the form of the paper's Figure 1.
 
-    from analysis.curves import draw_curves
-    from analysis.style import PAGE, figure, keep_numbers
-
+    Returns:
+        The two axes.
+    """
     _, (left, right) = figure(2, PAGE)
     numbers = [draw_curves(left, table, "gradient_norm", log=True), draw_curves(right, table, "evaluation_accuracy")]
     left.set(xlabel="step", ylabel="gradient norm before clipping")

@@ -1,4 +1,4 @@
-"""Collapse, gradient-norm surges and drawdown: defined here, once; and the stability figure.
+"""Defines collapse, gradient-norm surges and drawdown, here alone, and draws the stability figure (C2).
 
 *Collapsed*: the run diverged (it was stopped because its loss or gradient was not finite), or the trailing mean of its
 training accuracy over `WINDOW` steps fell below half of the highest it had reached and stayed there to the end. It
@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from analysis.arms import one_setting, require, seeds_text
-from analysis.curves import legend_below
-from analysis.intervals import wilson
-from analysis.style import PAGE, arms, colour, dash, figure, keep_numbers
+from analysis.arms import by_arm, colour
+from analysis.checks import one_setting, require
+from analysis.intervals import FEWEST, wilson
+from analysis.style import PAGE, dash, figure, keep_numbers, legend_below, seeds_text
 
 WINDOW = 10
 SURGE = 5.0
@@ -23,7 +23,7 @@ KEPT_SHARE = 0.5
 
 
 def trailing_mean(values: NDArray) -> NDArray:
-    """Mean of the last WINDOW values at each step; of fewer at the first steps."""
+    """Returns the mean of the last WINDOW values at each step; of fewer at the first steps."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - WINDOW, 0)
@@ -31,7 +31,7 @@ def trailing_mean(values: NDArray) -> NDArray:
 
 
 def collapse_step(accuracy: NDArray, diverged: bool = False) -> int | None:
-    """Index of the step at which a run collapsed; None while it lives. accuracy: per step, in [0, 1]."""
+    """Returns the index of the step at which a run collapsed; None while it lives. accuracy: per step, in [0, 1]."""
     if len(accuracy) == 0:
         return 0 if diverged else None
     level = trailing_mean(accuracy)
@@ -43,22 +43,25 @@ def collapse_step(accuracy: NDArray, diverged: bool = False) -> int | None:
 
 
 def drawdown(accuracy: NDArray) -> NDArray:
-    """Points of accuracy below the highest trailing mean so far, per step."""
+    """Returns points of accuracy below the highest trailing mean so far, per step."""
     level = trailing_mean(accuracy)
     return np.maximum.accumulate(level) - level
 
 
 def surges(gradient_norm: NDArray) -> NDArray:
-    """bool per step; the first WINDOW steps have nothing to be compared with. A norm that is not finite is a surge."""
-    found = ~np.isfinite(gradient_norm)
+    """Tells which steps are surges, bool per step.
+
+    A norm that is not finite is a surge; otherwise the first WINDOW steps have nothing to be compared with.
+    """
+    surge = ~np.isfinite(gradient_norm)
     if len(gradient_norm) > WINDOW:
         before = np.lib.stride_tricks.sliding_window_view(gradient_norm, WINDOW)[:-1]
-        found[WINDOW:] |= gradient_norm[WINDOW:] > SURGE * np.median(before, axis=1)
-    return found
+        surge[WINDOW:] |= gradient_norm[WINDOW:] > SURGE * np.median(before, axis=1)
+    return surge
 
 
 def stability_table(table: pd.DataFrame) -> pd.DataFrame:
-    """A row per run: collapsed_at (step or NaN), collapsed, surge_share of its steps, worst_drawdown, last_step."""
+    """Returns a row per run: collapsed_at (step or NaN), collapsed, surge_share, worst_drawdown, last_step."""
     score = "accuracy" if "accuracy" in table and table.accuracy.notna().any() else "reward_mean"
     require(table, score, "gradient_norm")
     rows = []
@@ -77,18 +80,22 @@ def stability_table(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def stability(table: pd.DataFrame):
-    """Share of seeds alive over steps (Wilson interval), share of steps with a surge, worst drawdown. -> three axes."""
+    """Draws the share of seeds alive over steps (Wilson interval), the share of steps with a surge, the worst drawdown.
+
+    Returns:
+        The three axes.
+    """
     runs = stability_table(one_setting(table))
     _, (alive, surge, worst) = figure(3, PAGE, 2.9, width_ratios=[1.4, 1, 1])
     plotted, names, sizes, shift = [], [], set(runs.group_size), 0.0
-    for place, (baseline, size, text, arm) in enumerate(arms(runs)):
+    for place, (baseline, size, text, arm) in enumerate(by_arm(runs)):
         tint, style, n = colour(baseline), dash(size, sizes), len(arm)
         steps = np.arange(int(runs.last_step.max()) + 1)
         count = np.array([(~(arm.collapsed_at <= step)).sum() for step in steps])
         shift = 0.006 * place  # lines of arms that all live would hide each other
         alive.step(steps, count / n - shift, where="post", color=tint, ls=style, label=f"{text} ({n})")
         low, high = np.array([wilson(int(c), n) for c in count]).T
-        if n >= 3:
+        if n >= FEWEST:
             alive.fill_between(steps, low, high, step="post", color=tint, alpha=0.08, lw=0)
         names.append(text)
         for axes, column in ((surge, "surge_share"), (worst, "worst_drawdown")):

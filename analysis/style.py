@@ -1,10 +1,12 @@
-"""How figures look and how they are saved: one style, fixed colours per arm, PDF + PNG + the plotted numbers as CSV."""
+"""Decides how figures look and saves them: one style, two widths, PDF + PNG + the plotted numbers as CSV.
+
+What is particular to an arm, its label, colour and marker, is in arms.py.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import matplotlib
@@ -14,103 +16,77 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
-from analysis.arms import label
-
 plt.style.use(Path(__file__).with_name("paper.mplstyle"))
 COLUMN, PAGE = 3.3, 6.8  # inches: one column of a two-column paper, and its full width
-COLOURS = {
-    "otb": "#D55E00",
-    "otb tail=carry": "#E69F00",
-    "otb_carry": "#E69F00",  # the same estimator by the name of its yaml
-    "group_mean": "#000000",
-    "grpo": "#0072B2",
-    "rloo": "#009E73",
-    "opo": "#56B4E9",
-    "sequence_energy": "#CC79A7",
-    "none": "#7F7F7F",
-    "energy_probe": "#882255",
-    "value": "#332288",
-    "damped_probe": "#AA4499",
-    "ob_exact": "#44AA99",
-    "otb_exact": "#8C510A",
-    "otb_loo": "#F4A582",
-    "otb_carry_loo": "#B2A000",
-    "sequence_energy_loo": "#117733",
-    "trajectory_cv": "#E7298A",
-}
-SPARE = ("#882255", "#44AA99", "#999933", "#332288", "#DDCC77", "#117733")  # Tol's muted set, for further arms
-DASHES = {0: "-", 1: "--", 2: ":", 3: "-."}
-MARKERS = "osD^vP*X"
+DASHES = ("-", "--", ":", "-.")
 
 
-@cache
-def _spare(baseline: str) -> str:
-    return SPARE[sum(baseline.encode()) % len(SPARE)]
-
-
-def colour(baseline: str) -> str:
-    """The colour of an arm, the same in every figure."""
-    return COLOURS.get(str(baseline)) or _spare(str(baseline))
-
-
-def dash(size, sizes: Iterable) -> str:
-    """The line style of a group size, where one figure shows several."""
+def dash(size: float, sizes: Iterable[float]) -> str:
+    """Returns the line style of a group size, where one figure shows several."""
     order = sorted(set(sizes))
     return DASHES[order.index(size) % len(DASHES)] if size in order else ":"
 
 
-def marker(baseline: str) -> str:
-    known = [*COLOURS, baseline]
-    return MARKERS[known.index(baseline) % len(MARKERS)]
-
-
-def arms(table: pd.DataFrame) -> list[tuple[str, float, str, pd.DataFrame]]:
-    """(baseline, group size, text, rows) per arm: OTB first, then in the order of COLOURS, then by name.
-
-    The text leaves the group size out where there is one only.
-    """
-    order = {name: place for place, name in enumerate(COLOURS)}
-    cells = list(table.groupby(["baseline", "group_size"], observed=True, dropna=False))
-    one_size = len({size for (_, size), _ in cells}) == 1
-    cells.sort(key=lambda cell: (order.get(cell[0][0], len(order)), cell[0][0], cell[0][1]))
-    return [(base, size, label(base, None if one_size else size), rows) for (base, size), rows in cells]
+def seeds_text(seeds: Collection[int]) -> str:
+    """Returns "5 seeds", or "3-5 seeds" where arms differ; every figure says it."""
+    low, high = min(seeds), max(seeds)
+    return f"{low} seed{'s' if low != 1 else ''}" if low == high else f"{low}-{high} seeds"
 
 
 def figure(columns: int = 1, width: float = COLUMN, height: float = 2.3, **options):
-    """-> (figure, axes or array of axes) in the project's style."""
-    made, axes = plt.subplots(1, columns, figsize=(width, height), **options)
-    return made, axes
+    """Makes a figure in the project's style; returns it with its axes, an array where there are several columns."""
+    return plt.subplots(1, columns, figsize=(width, height), **options)
 
 
-def keep_numbers(axes, numbers: pd.DataFrame) -> None:
+def legend_below(axes) -> None:
+    """Puts one legend per figure below the axes, as curves fill them."""
+    handles, names = axes.get_legend_handles_labels()
+    if not axes.figure.legends:
+        columns = 3 if axes.figure.get_figwidth() > 4 else 2
+        axes.figure.legend(handles, names, loc="outside lower center", ncols=columns, columnspacing=1.0)
+
+
+def figure_of(axes):
+    """Returns the figure that axes, or an array of them, belong to."""
+    return (axes if hasattr(axes, "figure") else np.ravel(axes)[0]).figure
+
+
+def keep_numbers(axes, plotted: pd.DataFrame) -> None:
     """Leaves what is plotted with the figure; `save` writes it as CSV."""
-    owner = axes if hasattr(axes, "figure") else np.ravel(axes)[0]
-    owner.figure.plotted = numbers
+    figure_of(axes).plotted = plotted
 
 
 def numbers(axes) -> pd.DataFrame:
-    """What a figure function plotted, as `save` writes it."""
-    owner = axes if hasattr(axes, "figure") else np.ravel(axes)[0]
-    return owner.figure.plotted
+    """Returns what a figure function plotted, as `save` writes it."""
+    return figure_of(axes).plotted
 
 
 def show(axes):
-    """The figure as an image for a notebook's output; it is closed."""
+    """Returns the figure as an image for a notebook's output and closes it."""
     from IPython.display import Image
 
-    made, picture = (axes if hasattr(axes, "figure") else np.ravel(axes)[0]).figure, io.BytesIO()
-    made.savefig(picture, dpi=130)
-    plt.close(made)
+    drawn, picture = figure_of(axes), io.BytesIO()
+    drawn.savefig(picture, dpi=130)
+    plt.close(drawn)
     return Image(picture.getvalue())
 
 
-def save(axes, path: Path) -> list[Path]:
-    """path.pdf, path.png and path.csv (the plotted numbers) -> the files. The figure is closed."""
-    made = (axes if hasattr(axes, "figure") else np.ravel(axes)[0]).figure
+def save(axes, path: Path, pictures: tuple[str, ...] = ("pdf", "png")) -> list[Path]:
+    """Writes a figure and what it plots, then closes it.
+
+    Args:
+        axes: of the figure, or an array of them.
+        path: of the files, without an ending.
+        pictures: endings of the pictures.
+
+    Returns:
+        The files: path.pdf, path.png and path.csv.
+    """
+    drawn = figure_of(axes)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = [path.with_name(path.name + ending) for ending in (".pdf", ".png", ".csv")]
-    made.savefig(files[0], metadata={"CreationDate": None})
-    made.savefig(files[1])
-    numbers(axes).to_csv(files[2], index=False, float_format="%.8g")
-    plt.close(made)
+    files = [path.with_name(f"{path.name}.{ending}") for ending in (*pictures, "csv")]
+    for file, ending in zip(files, pictures, strict=False):
+        drawn.savefig(file, metadata={"CreationDate": None} if ending == "pdf" else None)
+    numbers(axes).to_csv(files[-1], index=False, float_format="%.8g")
+    plt.close(drawn)
     return files

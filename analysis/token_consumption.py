@@ -1,4 +1,4 @@
-"""Own tokens until a target accuracy, as a censored quantity; the saving of one arm against another; their figure.
+"""Measures own tokens until a target accuracy, as a censored quantity, and the saving of one arm against another.
 
 A run that never reaches the target is censored at the tokens it consumed, never dropped. Per arm: the Kaplan-Meier
 curve of runs still short of the target, and its area up to the horizon, the restricted mean tokens-to-target. The
@@ -15,13 +15,13 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
-from analysis.arms import one_setting, require
+from analysis.checks import one_setting, require
 from analysis.intervals import Interval, iqm, two_arms
 from otb.errors import RunError
 
 
 class Consumption(NamedTuple):
-    """Of one arm, a row per run. tokens: until the target, or until the end where `reached` is False."""
+    """The tokens of one arm, an entry per run: until the target, or until the end where `reached` is False."""
 
     seeds: NDArray
     tokens: NDArray
@@ -29,9 +29,9 @@ class Consumption(NamedTuple):
 
 
 def tokens_to_target(run: pd.DataFrame, target: float) -> tuple[float, bool]:
-    """(own tokens, reached) of one run: linear between the last evaluation below the target and the first at it.
+    """Returns (own tokens, reached) of one run, linear between the evaluations around the target.
 
-    A diverged or unfinished run counts the tokens up to its last row.
+    A run that did not get there counts the tokens up to its last row. Raises RunError where it was never evaluated.
     """
     evaluated = run[run.evaluation_accuracy.notna() & run.evaluation_own_tokens_total.notna()].sort_values("step")
     if evaluated.empty:
@@ -52,71 +52,84 @@ def tokens_to_target(run: pd.DataFrame, target: float) -> tuple[float, bool]:
 
 
 def consumption(arm: pd.DataFrame, target: float) -> Consumption:
-    """arm: the rows of every run of one arm."""
+    """Returns the consumption of one arm. arm: the rows of all its runs."""
     runs = [(run.seed.iloc[0], *tokens_to_target(run, target)) for _, run in arm.groupby("run", observed=True)]
     seeds, tokens, reached = (np.array(column) for column in zip(*runs, strict=True))
     return Consumption(seeds, tokens.astype(float), reached.astype(bool))
 
 
-def kaplan_meier(tokens: NDArray, reached: NDArray) -> tuple[NDArray, NDArray]:
-    """(tokens of the drops, share still short of the target after each)."""
-    times = np.unique(tokens[reached])
-    at_risk = (tokens[None, :] >= times[:, None]).sum(1)
-    events = ((tokens[None, :] == times[:, None]) & reached[None, :]).sum(1)
-    return times, np.cumprod(1 - events / at_risk) if len(times) else np.empty(0)
+def restricted_mean(tokens: NDArray, reached: NDArray, horizon: float) -> NDArray:
+    """Returns the area under the Kaplan-Meier curve up to `horizon`.
+
+    Without censored runs that is the mean of min(tokens, horizon). It is written out, for many samples at once, because
+    scipy.stats.ecdf takes one sample and the bootstrap would call it thousands of times.
+
+    Args:
+        tokens: (runs, ...).
+        reached: (runs, ...) bool; False is censored.
+        horizon: tokens.
+
+    Returns:
+        Mean tokens (...).
+    """
+    order = np.lexsort((~reached, tokens), axis=0)  # of equally many tokens those that reach the target come first
+    tokens, reached = (np.take_along_axis(part, order, axis=0) for part in (tokens, reached))
+    at_risk = np.arange(len(tokens), 0, -1).reshape(-1, *[1] * (tokens.ndim - 1))
+    short = np.cumprod(np.where(reached, 1 - 1 / at_risk, 1.0), axis=0)  # share still short of the target after each
+    before = np.concatenate([np.ones_like(short[:1]), short])
+    ends = np.minimum(tokens, horizon)
+    edges = np.concatenate([np.zeros_like(ends[:1]), ends, np.full_like(ends[:1], horizon)])
+    return (np.diff(edges, axis=0) * before).sum(axis=0)
 
 
-def restricted_mean(tokens: NDArray, reached: NDArray, horizon: float) -> float:
-    """Area under the Kaplan-Meier curve up to `horizon`; without censored runs the mean of min(tokens, horizon)."""
-    times, short = kaplan_meier(tokens, reached)
-    inside = times < horizon
-    edges = np.concatenate([[0.0], times[inside], [horizon]])
-    return float((np.diff(edges) * np.concatenate([[1.0], short[inside]])).sum())
+def censored(arm: Consumption) -> stats.CensoredData:
+    """Returns the tokens of an arm as scipy takes them."""
+    return stats.CensoredData.right_censored(arm.tokens, ~arm.reached)
 
 
 def median_tokens(arm: Consumption) -> float:
-    """Tokens at which half of the runs have reached the target; NaN where the curve stays above one half."""
-    times, short = kaplan_meier(arm.tokens, arm.reached)
-    below = np.flatnonzero(short <= 0.5)
-    return float(times[below[0]]) if len(below) else np.nan
+    """Returns the tokens at which half of the runs have reached the target; NaN where more than half never do."""
+    short = stats.ecdf(censored(arm)).sf
+    below = np.flatnonzero(short.probabilities <= 0.5)
+    return float(short.quantiles[below[0]]) if len(below) else np.nan
 
 
 def horizon(*arms: Consumption) -> float:
-    """The largest consumption at which every arm is observed; one whose runs all arrived always is."""
+    """Returns the largest consumption at which every arm is observed; one whose runs all arrived always is."""
     ends = [arm.tokens.max() if not arm.reached[arm.tokens == arm.tokens.max()].all() else np.inf for arm in arms]
     shared = min(ends)
     return float(shared if np.isfinite(shared) else max(arm.tokens.max() for arm in arms))
 
 
 def saving(ours: Consumption, theirs: Consumption, **options) -> Interval:
-    """1 - restricted mean of ours / that of theirs, paired over shared seeds; 0.62 = 62 % fewer tokens.
+    """Returns 1 - restricted mean of ours / that of theirs, paired over shared seeds; 0.62 is 62 % fewer tokens.
 
-    The interval is that of the log ratio, which is nearer to symmetric. estimate is NaN where no run of either arm
+    The interval is that of the log ratio, which is nearer to symmetric. The estimate is NaN where no run of either arm
     reaches the target: nothing can be said.
     """
     if not ours.reached.any() and not theirs.reached.any():
         return Interval(np.nan, np.nan, np.nan, min(len(ours.seeds), len(theirs.seeds)))
     limit = horizon(ours, theirs)
-    runs = [{seed: (tokens, hit) for seed, tokens, hit in zip(*arm, strict=True)} for arm in (ours, theirs)]
+    by_seed = [{seed: (tokens, hit) for seed, tokens, hit in zip(*arm, strict=True)} for arm in (ours, theirs)]
 
-    def log_ratio(a: NDArray, b: NDArray) -> float:
-        means = [restricted_mean(x[:, 0], x[:, 1] > 0, limit) for x in (a, b)]
-        return float(np.log(means[0] / means[1])) if min(means) > 0 else np.nan
+    def log_ratio(a: NDArray, b: NDArray) -> NDArray:
+        means = [restricted_mean(runs[..., 0], runs[..., 1] > 0, limit) for runs in (a, b)]
+        first, second = (np.log(np.where(mean > 0, mean, np.nan)) for mean in means)  # 0: nothing had to be learned
+        return first - second
 
-    found = two_arms(*runs, log_ratio, **options)
-    return Interval(1 - np.exp(found.estimate), 1 - np.exp(found.high), 1 - np.exp(found.low), found.seeds)
+    logs = two_arms(by_seed[0], by_seed[1], log_ratio, **options)
+    return Interval(1 - np.exp(logs.estimate), 1 - np.exp(logs.high), 1 - np.exp(logs.low), logs.seeds)
 
 
 def log_rank(ours: Consumption, theirs: Consumption) -> float:
-    """Two-sided p of the log-rank test that both arms reach the target alike (scipy, asymptotic; unpaired)."""
+    """Returns the two-sided p of the log-rank test that both arms reach the target alike (asymptotic; unpaired)."""
     if not (ours.reached.any() or theirs.reached.any()):
         return np.nan
-    samples = [stats.CensoredData.right_censored(arm.tokens, ~arm.reached) for arm in (ours, theirs)]
-    return float(stats.logrank(*samples).pvalue)
+    return float(stats.logrank(censored(ours), censored(theirs)).pvalue)
 
 
 def default_target(table: pd.DataFrame) -> float:
-    """The accuracy nine tenths of the way from the start to what the weakest arm holds at the end, to 0.01.
+    """Returns the accuracy nine tenths of the way from the start to what the weakest arm holds at the end, to 0.01.
 
     The weakest, so that most runs of every arm get there and few are censored; one target serves all arms.
     """

@@ -1,54 +1,63 @@
-"""Tokens to a target accuracy per arm, and what one arm saves against another: tables and figure (C4)."""
+"""Tabulates and draws the tokens to a target accuracy per arm, and what one arm saves against another (C4)."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
-from analysis.arms import label, one_setting, require, seeds_text
-from analysis.curves import legend_below
+from analysis.arms import by_arm, colour, label, marker
+from analysis.checks import one_setting, require
 from analysis.intervals import Interval, bootstrap
-from analysis.style import PAGE, arms, colour, dash, figure, keep_numbers, marker
+from analysis.style import PAGE, dash, figure, keep_numbers, legend_below, seeds_text
 from analysis.token_consumption import consumption, horizon, log_rank, median_tokens, restricted_mean, saving
 
 
 def tokens_by_arm(table: pd.DataFrame, target: float, resamples: int = 0) -> pd.DataFrame:
-    """A row per arm: runs, reached, restricted mean and median tokens to the target, the horizon of the mean.
+    """Returns a row per arm: runs, reached, restricted mean and median tokens to the target, the horizon of the mean.
 
-    The horizon is the arm's own: what it consumed. Comparisons of two arms share one, see `savings`.
-    resamples: of the interval of the mean; 0 leaves it out.
+    The horizon of an arm is what it consumed. Comparisons of two arms share one, see `savings`.
+
+    Args:
+        table: rows of one setting.
+        target: accuracy.
+        resamples: of the interval of the mean; 0 leaves it out.
     """
-    found = {(base, size): consumption(rows, target) for base, size, _, rows in arms(one_setting(table))}
     rows = []
-    for (base, size), arm in found.items():
+    for baseline, size, _, runs in by_arm(one_setting(table)):
+        arm = consumption(runs, target)
         limit = horizon(arm)
         mean = bootstrap(
             [np.column_stack([arm.tokens, arm.reached])],
-            lambda x, limit=limit: restricted_mean(x[:, 0], x[:, 1] > 0, limit),
+            lambda x, limit=limit: restricted_mean(x[..., 0], x[..., 1] > 0, limit),
             bounds=(0, np.inf if arm.reached.all() else limit),
             resamples=resamples,
         )
-        facts = {"baseline": base, "group_size": size, "runs": len(arm.seeds), "reached": int(arm.reached.sum())}
+        facts = {"baseline": baseline, "group_size": size, "runs": len(arm.seeds), "reached": int(arm.reached.sum())}
         facts |= {"mean": mean.estimate, "low": mean.low, "high": mean.high, "median": median_tokens(arm)}
         rows.append(facts | {"horizon": limit, "target": target})
     return pd.DataFrame(rows)
 
 
 def savings(table: pd.DataFrame, target: float, ours: tuple[str, int], theirs: list[tuple[str, int]]) -> pd.DataFrame:
-    """A row per rival arm: the share of its tokens to the target that `ours` saves, and the log-rank test's p."""
-    found = {(base, int(size)): consumption(rows, target) for base, size, _, rows in arms(one_setting(table))}
+    """Returns a row per rival arm: the share of its tokens that `ours` saves, and the log-rank test's p."""
+    arms = {(name, int(size)): consumption(rows, target) for name, size, _, rows in by_arm(one_setting(table))}
     rows = []
     for rival in theirs:
-        interval: Interval = saving(found[ours], found[rival])
+        interval = saving(arms[ours], arms[rival])
         facts = {"ours": label(*ours), "rival": label(*rival), "target": target, **interval._asdict()}
-        rows.append(facts | {"log_rank_p": log_rank(found[ours], found[rival])})
+        rows.append(facts | {"log_rank_p": log_rank(arms[ours], arms[rival])})
     return pd.DataFrame(rows)
 
 
 def token_consumption(table: pd.DataFrame, target: float):
-    """Left: restricted mean own tokens until each accuracy up to the target's neighbourhood, per arm; filled where all
+    """Draws the tokens to a target and what OTB saves of them.
+
+    Left: restricted mean own tokens until each accuracy up to the target's neighbourhood, per arm; filled where all
     seeds reached it, hollow where some are censored. Right: saving of OTB against each rival of its group size at the
-    target, in per cent, with 95 % intervals. -> two axes.
+    target, in per cent, with 95 % intervals.
+
+    Returns:
+        The two axes.
     """
     require(one_setting(table), "evaluation_accuracy", "evaluation_own_tokens_total")
     start = table[table.evaluation_accuracy.notna()].sort_values("step").groupby("run", observed=True).first()
@@ -56,15 +65,13 @@ def token_consumption(table: pd.DataFrame, target: float):
     _, (left, right) = figure(2, PAGE, 2.9)
     curves = pd.concat([tokens_by_arm(table, level) for level in levels])
     sizes = set(curves.group_size)
-    for base, size, text, rows in arms(curves):
-        n, some = int(rows.runs.iloc[0]), rows.reached > 0
-        left.plot(
-            rows.target[some], rows["mean"][some], color=colour(base), ls=dash(size, sizes), label=f"{text} ({n})"
-        )
-        for whole in (True, False):
-            part = rows[some & ((rows.reached == rows.runs) == whole)]
-            fill = colour(base) if whole else "white"
-            left.plot(part.target, part["mean"], marker(base), color=colour(base), mfc=fill)
+    for name, size, text, rows in by_arm(curves):
+        tint, runs = colour(name), int(rows.runs.iloc[0])
+        drawn = rows[rows.reached > 0]
+        left.plot(drawn.target, drawn["mean"], color=tint, ls=dash(size, sizes), label=f"{text} ({runs})")
+        for whole, fill in ((True, tint), (False, "white")):
+            part = drawn[(drawn.reached == drawn.runs) == whole]
+            left.plot(part.target, part["mean"], marker(name), color=tint, mfc=fill)
     left.axvline(target, color="0.6", lw=0.6, ls=":")
     left.set(
         xlabel="target accuracy (hollow: some seeds censored)", ylabel="own tokens (restricted mean)", yscale="log"
@@ -79,7 +86,7 @@ def token_consumption(table: pd.DataFrame, target: float):
 
 
 def _saving_rows(table: pd.DataFrame, target: float) -> pd.DataFrame:
-    cells = {(base, int(size)) for base, size, *_ in arms(table)}
+    cells = {(base, int(size)) for base, size, *_ in by_arm(table)}
     rows = []
     for size in sorted({n for base, n in cells if base == "otb"}):
         rivals = sorted(cell for cell in cells if cell[1] == size and cell[0] != "otb")
@@ -89,13 +96,13 @@ def _saving_rows(table: pd.DataFrame, target: float) -> pd.DataFrame:
 
 
 def draw_savings(axes, rows: pd.DataFrame) -> None:
-    """A line per rival: 100 * saving with its interval; no point where no run of the two arms reached the target."""
+    """Draws a line per rival: 100 * saving with its interval; no point where no run of the two reached the target."""
     if rows.empty:
         axes.text(0.5, 0.5, "no rival of OTB here", transform=axes.transAxes, ha="center")
     place = np.arange(len(rows))[::-1]
     axes.axvline(0, color="0.6", lw=0.6)
-    axes.hlines(place, 100 * rows.low, 100 * rows.high, color="#D55E00")
-    axes.plot(100 * rows.estimate, place, "o", color="#D55E00")
+    axes.hlines(place, 100 * rows.low, 100 * rows.high, color=colour("otb"))
+    axes.plot(100 * rows.estimate, place, "o", color=colour("otb"))
     names = [f"{rival} ({seeds})" for rival, seeds in zip(rows.rival, rows.seeds, strict=True)]
     axes.set(yticks=place, yticklabels=names, ylim=(-0.6, len(rows) - 0.4))
     axes.set_xlabel("tokens saved by OTB at the rival's N, per cent")

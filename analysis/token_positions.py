@@ -1,21 +1,25 @@
-"""What OTB does token by token in one prompt group; and energy against reward within groups: when it can help."""
+"""Draws samples: what OTB does token by token in one prompt group, and whether energy goes with reward."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from matplotlib.colors import to_rgba
 
+from analysis.arms import SPARE_COLOURS
 from analysis.runs.samples import energy, own_tokens
-from analysis.style import COLUMN, PAGE, SPARE, keep_numbers, plt
+from analysis.runs.token_colours import background, largest
+from analysis.style import COLUMN, PAGE, keep_numbers, plt
 from otb.errors import RunError
 
 SHOWN = 6  # rollouts of a group with their text; more do not fit under one picture
-OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", *SPARE)
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", *SPARE_COLOURS)
 
 
 def group_numbers(group: pd.DataFrame) -> pd.DataFrame:
-    """A row per own token: rollout, position, token, realized_energy, baseline = reward - advantage, advantage."""
+    """Returns a row per own token: rollout, position, token, realized_energy, baseline, advantage, reward.
+
+    The baseline is the reward minus the advantage.
+    """
     rows = []
     for _, rollout in group.iterrows():
         advantage, tokens = np.asarray(rollout.advantages, float), own_tokens(rollout)
@@ -30,10 +34,15 @@ def group_numbers(group: pd.DataFrame) -> pd.DataFrame:
 
 
 def token_positions(group: pd.DataFrame, scaled: bool = False):
-    """Realized energy, baseline and advantage over own-token position for one prompt group, its text below.
+    """Draws realized energy, baseline and advantage over own-token position for one prompt group, its text below.
 
-    group: `samples.read_group`. scaled: the advantages were divided by a spread (grpo), so that reward minus
-    advantage is no baseline and is not drawn. -> axes of the three curves, then of the texts.
+    Args:
+        group: of `samples.read_group`.
+        scaled: the advantages were divided by a spread (grpo), so that reward minus advantage is no baseline and is
+            not drawn.
+
+    Returns:
+        The axes of the three curves, then those of the texts.
     """
     numbers = group_numbers(group)
     names = list(dict.fromkeys(numbers.rollout))
@@ -51,7 +60,7 @@ def token_positions(group: pd.DataFrame, scaled: bool = False):
         axes.set(xlabel="own token", title=column.replace("_", " "))
     if len(names) <= 2 * SHOWN:
         curves[0].legend(fontsize=5.5)
-    limit = max(numbers.advantage.abs().max(), 1e-9)
+    limit = largest([numbers.advantage])
     for place, (name, text) in enumerate(zip(names, texts, strict=False)):
         axes = figure.add_subplot(grid[1 + place, :])
         reward = numbers[numbers.rollout == name].reward.iloc[0]
@@ -65,8 +74,13 @@ def token_positions(group: pd.DataFrame, scaled: bool = False):
 
 
 def lay_out(rows: pd.DataFrame, width: int = 118, lines: int = 6) -> list[tuple[int, int, str, float]]:
-    """(line, column, text, advantage) per token, wrapped at `width` characters; cut off with a mark after `lines`."""
-    placed, column, line = [], 0, 0
+    """Places tokens, wrapped at `width` characters and cut off with a mark after `lines`.
+
+    Returns:
+        (line, column, text, advantage) per token.
+    """
+    placed: list[tuple[int, int, str, float]] = []
+    column, line = 0, 0
     for token, advantage in zip(rows.token, rows.advantage, strict=True):
         text = token.replace("\n", "⏎")
         if column + len(text) > width and column:
@@ -79,20 +93,27 @@ def lay_out(rows: pd.DataFrame, width: int = 118, lines: int = 6) -> list[tuple[
 
 
 def write_tokens(axes, placed: list[tuple[int, int, str, float]], limit: float, width: int = 118) -> None:
-    """Tokens as `lay_out` placed them, each on a background of its advantage; `limit` has the full colour."""
+    """Writes tokens as `lay_out` placed them, each on the colour of its advantage; `limit` has the full colour."""
     axes.set_axis_off()
     axes.set(xlim=(0, width), ylim=(1 + max(line for line, *_ in placed), 0))
     for line, column, text, advantage in placed:
-        tint = to_rgba("#E69F00" if advantage > 0 else "#56B4E9", abs(advantage) / limit)
+        colour = background(advantage, limit)
+        tint = "0.6" if colour is None else [channel / 255 for channel in colour]
         axes.add_patch(plt.Rectangle((column, line + 0.05), len(text), 0.9, color=tint, lw=0))
         axes.text(column, line + 0.75, text.replace("$", r"\$"), fontsize=5.4, family="monospace")
 
 
 def energy_against_reward(samples: pd.DataFrame):
-    """Energy of each rollout relative to its group's mean, by reward; and the covariance that OTB lives from. -> axes.
+    """Draws the energy of each rollout relative to its group's mean, by reward.
 
-    samples: rows of `read_samples`, one run or several (column `run`). OTB moves the baseline away from the group mean
-    where energy and reward go together within a group, and cannot help where they do not.
+    OTB moves the baseline away from the group mean where energy and reward go together within a group, and cannot help
+    where they do not; the title has the mean shift.
+
+    Args:
+        samples: rows of `read_samples`, of one run or of several (column `run`).
+
+    Returns:
+        The axes.
     """
     rows = group_energies(samples)
     figure, axes = plt.subplots(figsize=(COLUMN, 2.4))
@@ -118,8 +139,14 @@ def energy_against_reward(samples: pd.DataFrame):
 
 
 def group_energies(samples: pd.DataFrame) -> pd.DataFrame:
-    """A row per rollout of the groups whose rewards differ: reward, relative_energy, and per group baseline_shift =
-    sum(W R) / sum(W) - mean(R) at the end of the rollouts. Raises RunError where there is no such group."""
+    """Returns a row per rollout of the groups whose rewards differ: its energy, and how far energy moves the baseline.
+
+    The columns are group, reward, relative_energy, energy and baseline_shift, one number per group: sum(W R) / sum(W) -
+    mean(R) at the end of the rollouts.
+
+    Raises:
+        RunError: there is no such group.
+    """
     keys = [key for key in ("run", "step", "prompt") if key in samples]
     rows = []
     for number, (_, group) in enumerate(samples.groupby(keys)):

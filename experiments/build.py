@@ -10,26 +10,29 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from otb.errors import RunError
+from otb.errors import RunError, first_line
 from otb.sandbox import Sandbox, SandboxFailure
 
 
 def build(cfg: DictConfig, group: str):
-    """The task, baseline or sandbox that `cfg` names. Raises RunError with what its constructor says, in its words."""
+    """Returns the task, baseline or sandbox that `cfg` names.
+
+    Raises RunError with the text of what its constructor raises, its arguments named as they are typed.
+    """
     try:
         return instantiate(cfg[group], _convert_="object")
     except InstantiationException as error:
         cause = error.__cause__ or error
-        reason = str(cause).splitlines()[0]
+        reason = first_line(cause)
         if not isinstance(cause, ValueError):
             raise RunError(f"{group}: {type(cause).__name__}: {reason}") from error
         keys = "|".join(re.escape(str(key)) for key in cfg[group])
-        raise RunError(re.sub(rf"(?<![\w.])({keys})=", rf"{group}.\1=", reason)) from error  # as it is typed
+        raise RunError(re.sub(rf"(?<![\w.])({keys})=", rf"{group}.\1=", reason)) from error
 
 
 @contextmanager
 def opened_sandbox(cfg: DictConfig) -> Iterator[Sandbox | None]:
-    """The sandbox of a task with tools, tried; None for another task. Raises RunError where it cannot be trusted."""
+    """Yields the sandbox of a task with tools, which it tries first; None for another task. Raises RunError."""
     if build(cfg, "task").environment is None:
         yield None
         return

@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from experiments import trackers
 from experiments.build import build
 from experiments.command_line import CONF, near_miss
 from experiments.fields import dataclass_fields, literal_choices, trainer_fields
+from experiments.hardware import check_gpus, check_processes, check_this_machine
 from otb import baselines
 from otb.errors import RunError
 from otb.options import NEUTRAL_SAMPLING, batches, refuse_broken_groups, refuse_options
 
 DTYPES = ("float32", "bfloat16")  # float16 weights cannot be trained: their gradients cannot be unscaled
+WIDEST_TINY = 256  # hidden size up to which the settings of model=tiny make sense; the tiny policy has 96
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")  # TRL refuses at its first step
 SMALLEST = {  # of the keys that are whole numbers
     "group_size": 1,
@@ -73,6 +76,20 @@ DERIVED = {
     "output_dir": "runs_dir",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
+    "fsdp": "parallel",
+    "fsdp_config": "parallel",
+    "deepspeed": "parallel",
+    "use_vllm": "rollouts_by",
+    "vllm_mode": "rollouts_by",
+    "vllm_tensor_parallel_size": "rollouts_by.tensor_parallel",
+    "vllm_gpu_memory_utilization": "rollouts_by.memory_share",
+    "vllm_enable_sleep_mode": "rollouts_by.sleep",
+    "vllm_max_model_length": "task.max_completion_length",
+    "vllm_server_base_url": "rollouts_by.url",
+    "vllm_server_host": "rollouts_by.url",
+    "vllm_server_port": "rollouts_by.url",
+    "vllm_server_timeout": "rollouts_by.timeout_s",
+    "model_init_kwargs": "nothing: TRL ignores it for a model that is loaded already; see model.*",
     "ignore_data_skip": "nothing: a resumed run continues where it stopped",
     "resume_from_checkpoint": "nothing: the same command resumes",
     "max_prompt_length": "max_prompt_length",
@@ -96,7 +113,8 @@ DERIVED = {
 def check(cfg: DictConfig, processes: int | None = None) -> None:
     """Raises RunError for a configuration that cannot run as written. Reads no dataset and loads no model.
 
-    processes: how many train the run together; None takes the number that the environment names.
+    processes: how many train the run together, elsewhere; None: this process is one of them, and the environment says
+    of how many.
     """
     check_whole_numbers(cfg, SMALLEST)
     _check_positive(cfg, "learning_rate", "1e-6")
@@ -105,7 +123,13 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     check_policy_and_task(cfg)
     _check_trainer(cfg)
     _check_baseline(cfg)
-    _check_batches(cfg, processes or int(os.environ.get("WORLD_SIZE", 1)))
+    _check_band(cfg)
+    check_gpus(cfg)
+    if processes is None:
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        check_this_machine(cfg)
+    _check_batches(cfg, processes)
+    check_processes(cfg, processes)
 
 
 def check_policy_and_task(cfg: DictConfig) -> None:
@@ -157,14 +181,18 @@ def _check_sandbox(cfg: DictConfig) -> None:
 
 
 def _check_model(cfg: DictConfig) -> None:
+    if OmegaConf.is_missing(cfg.model, "name"):
+        raise RunError("model.name is not set, and model=hub needs it. Add model.name=OWNER/NAME, or a folder.")
     if cfg.model.dtype not in DTYPES:
         raise RunError(f"model.dtype={cfg.model.dtype} is not one of {', '.join(DTYPES)}. Try model.dtype=float32.")
     name = str(cfg.model.name)
     if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
         raise RunError(f"model.name={name} is not a folder. Give a folder of transformers files, a hub id or tiny.")
-    known = ("tiny", *sorted(str(OmegaConf.load(path).name) for path in (CONF / "model").glob("*.yaml")))
+    files = [OmegaConf.load(path) for path in sorted((CONF / "model").glob("*.yaml"))]
+    known = ["tiny", *(str(file.name) for file in files if "name" in file and not OmegaConf.is_missing(file, "name"))]
     if name not in known and near_miss(name, known) and not Path(name).is_dir() and "/" not in name:
         raise RunError(f"model.name={name} is no folder and no hub id (OWNER/NAME).{near_miss(name, known)}")
+    _check_tiny(cfg)
     recipe = dataclass_fields("otb.policies.warm_start", "WarmStart")
     for key in cfg.model.get("warm_start") or {}:
         if key not in recipe:
@@ -173,6 +201,23 @@ def _check_model(cfg: DictConfig) -> None:
                 f"model.warm_start.{key} is no field of WarmStart.{near_miss(key, recipe)} Fields: {fields}."
             )
     _check_lora(cfg.model.get("lora") or {})
+
+
+def _check_tiny(cfg: DictConfig) -> None:
+    """Refuses the tiny policy's settings for a policy that is not of its size: at 3e-4 it would be destroyed."""
+    name = str(cfg.model.name)
+    if name == "tiny" or "warm_start" not in cfg.model:  # the key of conf/model/tiny.yaml alone
+        return
+    config = Path(name).expanduser() / "config.json"
+    try:
+        width = json.loads(config.read_text(encoding="utf8")).get("hidden_size", math.inf)
+    except (OSError, ValueError):  # a hub id, or a folder whose problem is told when it is loaded
+        width = 0 if config.parent.is_dir() else math.inf
+    if width > WIDEST_TINY:
+        raise RunError(
+            f"model.name={name} would train with the settings of model=tiny: learning rate {cfg.model.learning_rate}, "
+            f"{cfg.model.dtype}. They suit hidden sizes up to {WIDEST_TINY}. Use model=hub model.name={name}."
+        )
 
 
 def _check_lora(lora) -> None:
@@ -258,6 +303,23 @@ def _check_target(group: str, node: DictConfig):
         if choices and value not in choices:
             raise RunError(f"{group}.{key}={value} is not one of {', '.join(choices)}.{near_miss(value, choices)}")
     return target
+
+
+def _check_band(cfg: DictConfig) -> None:
+    band = cfg.geometric_ratio_band
+    if band is None:
+        return
+    numbers = isinstance(band, ListConfig) and len(band) == 2 and all(isinstance(x, int | float) for x in band)
+    if not numbers or not 0 <= band[0] < 1 < band[1]:
+        raise RunError(
+            f"geometric_ratio_band={band} must be two numbers [low, high] around 1, or null. Try "
+            "'geometric_ratio_band=[0.99,1.01]'."
+        )
+    if cfg.rollouts_by.name == "hf":
+        raise RunError(
+            "geometric_ratio_band compares the policy that trains with a sampler of other numerics, and rollouts_by=hf "
+            "samples with the policy itself. Use rollouts_by=vllm, or geometric_ratio_band=null."
+        )
 
 
 def _check_batches(cfg: DictConfig, processes: int) -> None:

@@ -19,10 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from experiments.warning_signal import Interrupted
-from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError
+from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, first_line
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "experiment")
+GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "experiment")
 
 
 @contextmanager
@@ -60,12 +60,13 @@ def run_hydra(main: Callable[[], None], script: str, arguments: list[str], confi
 
 
 def accept_open_keys(arguments: list[str]) -> list[str]:
-    """`trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`: `check` knows the target's keys and suggests a near miss.
+    """Returns the arguments as Hydra takes them.
 
+    `trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`, as checks.py knows the target's keys and suggests a near miss.
     `-m` may stand anywhere; Hydra reads it only before or after all the others.
     """
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
-    opened = re.compile(r"(trainer|baseline|task|model\.lora|model\.warm_start)\.[A-Za-z_]")
+    opened = re.compile(r"(trainer|baseline|task|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]")
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
 
 
@@ -79,7 +80,7 @@ def refuse_unknown_choices(arguments: list[str], config_name: str = "config") ->
         try:
             override = OverridesParser.create().parse_override(argument)
         except HydraException as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise RunError(
                 f"{argument} cannot be read as KEY=VALUE: {reason}. Quote what the shell may take."
             ) from error
@@ -90,6 +91,8 @@ def refuse_unknown_choices(arguments: list[str], config_name: str = "config") ->
         if top in sections and rest and rest[0] not in sections[top]:
             known = sections[top]
             raise RunError(f"{name} is no key of {top}.{near_miss(rest[0], known)} Keys: {', '.join(known)}.")
+        if override.is_sweep_override() and not {"-m", "--multirun"} & set(arguments):
+            raise RunError(f"{argument} names several values, one run each. Add -m: python experiments/run.py -m ...")
         if name in GROUPS and not override.is_delete():
             _refuse_unknown_values(name, override)
 
@@ -105,6 +108,6 @@ def _refuse_unknown_values(group: str, override: Override) -> None:
 
 
 def near_miss(value: str, choices) -> str:
-    """' Did you mean X?' for the closest choice, or ''."""
+    """Returns " Did you mean X?" for the closest choice, "" where none is close."""
     close = difflib.get_close_matches(str(value), list(choices), n=1)
     return f" Did you mean {close[0]}?" if close else ""

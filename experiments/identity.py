@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from otb.records import WHERE_AND_HOW, is_one_of
+from otb.records import ADDED_LATER, WHERE_AND_HOW, is_one_of
 
 NAMED = ("baseline", "group_size", "seed", "task", "model")  # keys that the path shows in places of their own
 LONGEST = 120  # characters of all overrides in a name; file systems end at 255 bytes
@@ -27,10 +27,11 @@ def run_path(cfg: DictConfig, overrides: list[str], choices: dict[str, str]) -> 
     """
     folder = Path(cfg.runs_dir).expanduser() / f"{choices['task']}-{choices['model']}"
     identifying = identifying_overrides(overrides)
+    path = folder / (short_name(cfg, choices) + suffix(identifying))
     former = folder / (short_name(cfg, choices) + former_suffix(identifying))
-    if (former / "config.yaml").exists():  # made before values were shortened: the same command goes on there
-        return former
-    return folder / (short_name(cfg, choices) + suffix(identifying))
+    if not cfg.overwrite and not (path / "config.yaml").exists() and (former / "config.yaml").exists():
+        return former  # made before values were shortened: the same command goes on there
+    return path
 
 
 def short_name(cfg: DictConfig, choices: dict[str, str]) -> str:
@@ -91,7 +92,8 @@ def former_suffix(overrides: list[str]) -> str:
 
 def identity(config: dict) -> dict[str, object]:
     """Returns the flat `key.sub: value` pairs that two runs of one experiment share."""
-    return {key: value for key, value in flat(config).items() if not is_one_of(key, WHERE_AND_HOW)}
+    pairs = {key: value for key, value in flat(config).items() if not is_one_of(key, WHERE_AND_HOW)}
+    return {key: value for key, value in pairs.items() if key not in ADDED_LATER or value != ADDED_LATER[key]}
 
 
 def flat(config: dict, prefix: str = "") -> dict[str, object]:

@@ -1,4 +1,7 @@
-"""Samples, measures and judges; called by experiments/variance.py with a checked configuration."""
+"""The laboratory samples rollouts, measures their exact scores and compares estimators on them.
+
+experiments/variance.py calls it with a checked configuration.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ from otb.laboratory.scores import Measured
 from otb.options import refuse_generation
 from otb.policies.models import load_model, policy_folder
 
-REFERENCE = "energy_probe"  # unbiased and independent of the rollouts judged: its gradients stand for the truth
+REFERENCE = "energy_probe"  # unbiased, and independent of the rollouts it is measured on: its gradients are the truth
 ROLLOUTS_AT_ONCE = 512
 
 
 def laboratory(cfg: DictConfig, names: list[str], folder: Path, sandbox) -> None:
-    """Everything from rollouts to tables and figures in `folder`; what is there already is not measured again."""
+    """Makes everything from rollouts to tables and figures in `folder`; what is there already is not measured again."""
     quiet_libraries()
     inputs = checked_inputs(cfg, sandbox)
     with Steps() as steps:
@@ -47,7 +50,7 @@ def laboratory(cfg: DictConfig, names: list[str], folder: Path, sandbox) -> None
 
 
 class Steps:
-    """Progress: a bar per step of the work, lines where there is no terminal."""
+    """Shows the progress of the work: a bar per step of it, or a line where there is no terminal."""
 
     def __init__(self):
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -61,25 +64,29 @@ class Steps:
         self._bars.stop()
 
     def follow(self, description: str, total: int, submitted: Iterable[Future]) -> list:
-        """Results in the order of submission, which may itself take long; raises what one of them raised."""
+        """Waits for the futures and returns their results, in the order of submission; raises what one of them raised.
+
+        total: how many results there are at the end, those of earlier commands included. Submission may take long.
+        """
         bar, futures = self._bars.add_task(description, total=total), []
         for future in submitted:
             future.add_done_callback(lambda _: self._bars.advance(bar))
             futures.append(future)
-        found = [future.result() for future in futures]
+        results = [future.result() for future in futures]
         self._bars.update(bar, completed=total)  # what was there already counts as done
         if not self._bars.console.is_terminal:
-            print(f"{description}: {total} done, {total - len(found)} of them before", flush=True)
-        return found
+            print(f"{description}: {total} done, {total - len(results)} of them before", flush=True)
+        return results
 
     def warm_start(self, step: int, steps: int, loss: float) -> None:
+        """Shows that `step` of `steps` supervised steps are done."""
         if not self._bars.tasks:
             self._bars.add_task("warm start", total=steps)
         self._bars.update(self._bars.task_ids[0], completed=step)
 
 
 def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
-    """What loads the policy in any process; a fresh LoRA adapter is drawn once and kept in `folder`.
+    """Returns a function that loads the policy in any process; a fresh LoRA adapter is drawn once, kept in `folder`.
 
     Raises RunError where it cannot be loaded, has too many parameters for exact scores, or would be sampled otherwise
     than from its softmax.
@@ -109,9 +116,11 @@ def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
 
 
 class Measurements:
-    """Files of measured prompts. judged: with exact scores; fit: others, for baselines that learn; bounds: the oracle.
+    """Makes the files of measured prompts. One bears its final name when it is whole: a killed command goes on.
 
-    A file bears its final name when it is whole, so that a killed run goes on with what is missing.
+    judged: files of the prompts with exact scores, on which estimators are compared.
+    fit: files of other prompts, for baselines that learn.
+    bounds: the oracle's file of each judged prompt, None where it has none.
     """
 
     def __init__(self, cfg: DictConfig, inputs: Inputs, load: Callable, folder: Path, pool, steps: Steps):
@@ -145,7 +154,10 @@ class Measurements:
         return self._folder / "prompts" / name
 
     def _measured(self, kind: str, rows: list[dict], samples: int) -> Iterator[Future]:
-        """Samples the prompts that have no file yet and hands their rollouts to the pool; scores of the judged ones."""
+        """Samples the prompts that have no file yet and hands their rollouts to the pool.
+
+        kind: "judged", one prompt at a time, whose exact scores are measured; or "fit".
+        """
         at_once = 1 if kind == "judged" else max(1, ROLLOUTS_AT_ONCE // samples)
         for start in range(0, len(rows), at_once):  # the same prompts together whatever is missing: the same rollouts
             files = [self._file(kind, i, samples) for i in range(start, min(start + at_once, len(rows)))]
@@ -155,8 +167,8 @@ class Measurements:
             for file, rollouts in zip(files, drawn, strict=True):
                 if file.exists():
                     continue
-                task = partial(workers.measure_prompt, rollouts, kind == "judged")
-                yield self._pool.submit(workers.whole_file, task, file)
+                measure = partial(workers.measure_prompt, rollouts, kind == "judged")
+                yield self._pool.submit(workers.whole_file, measure, file)
 
     def _bounded(self, rows: list[dict]) -> Iterator[Future]:
         """Continues the first of the judged rollouts of each prompt, which are drawn once more for it."""
@@ -171,21 +183,23 @@ class Measurements:
                     f"{self._folder} was measured on a machine that draws other rollouts from the same seed, and the "
                     "oracle must continue those. Remove the folder, or use oracle.prompts=0."
                 )
-            given = (self._inputs.tokenizer, self._inputs.task, row, drawn, cfg.oracle.continuations, cfg.seed + i)
-            task = partial(workers.bound_prompt, *given)
-            yield self._pool.submit(workers.whole_file, task, self._bound_file(i))
+            inputs, seed = self._inputs, cfg.seed + i
+            bound = partial(
+                workers.bound_prompt, inputs.tokenizer, inputs.task, row, drawn, cfg.oracle.continuations, seed
+            )
+            yield self._pool.submit(workers.whole_file, bound, self._bound_file(i))
 
     def _sample(self, kind: str, rows: list[dict], first: int, samples: int) -> list:
         if self._sampler is None:
             inputs = self._inputs
-            task = (inputs.tokenizer, inputs.task, inputs.environment, self._cfg.temperature, str(self._folder))
-            self._sampler = Sampler(self._load(), *task)
+            source = (inputs.tokenizer, inputs.task, inputs.environment)
+            self._sampler = Sampler(self._load(), *source, self._cfg.temperature, str(self._folder))
         offset = {"judged": 0, "fit": 500_000}[kind]
         return self._sampler.rollouts(rows, samples, seed=self._cfg.seed * 1_000_000 + offset + first)
 
 
 def judged(cfg: DictConfig, names: list[str], files: Measurements, pool, steps: Steps) -> pd.DataFrame:
-    """A row of moments per prompt, estimator and group size."""
+    """Returns a row of moments per prompt, estimator and group size."""
     fit = [Prompt(Measured.load(file)) for file in files.fit]
     sizes = list(cfg.group_sizes)
     estimators = {}
@@ -193,7 +207,7 @@ def judged(cfg: DictConfig, names: list[str], files: Measurements, pool, steps: 
         baseline = instantiate(OmegaConf.load(CONF / "baseline" / f"{name}.yaml"))
         estimators |= {(name, size): fitted(baseline, fit, size, cfg.prompts_per_step) for size in sizes}
     reference = estimators[REFERENCE, max(sizes)]
-    tasks = zip(range(cfg.prompts), files.judged, files.bounds, strict=True)
-    given = (estimators, reference, cfg.partitions)
-    futures = (pool.submit(workers.prompt_moments, index, file, *given, bound) for index, file, bound in tasks)
+    prompts = zip(range(cfg.prompts), files.judged, files.bounds, strict=True)
+    comparison = (estimators, reference, cfg.partitions)
+    futures = (pool.submit(workers.prompt_moments, index, file, *comparison, bound) for index, file, bound in prompts)
     return pd.DataFrame([row for rows in steps.follow("estimators", cfg.prompts, futures) for row in rows])

@@ -1,4 +1,4 @@
-"""What the laboratory found: tables on screen and as csv, and the figures of analysis/laboratory.py."""
+"""Shows what the laboratory measured: tables on screen and as csv, and the figures of analysis/laboratory.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ RESULTS, MOMENTS_FILE, PROXY, TOKENS = "estimators.csv", "moments.csv", "proxy.c
 
 
 def report(rows: pd.DataFrame, prompts: list[Prompt], folder: Path) -> None:
-    """rows: moments per prompt, estimator and group size; prompts: those judged."""
+    """Writes and prints the tables and draws the figures.
+
+    rows: moments per prompt, estimator and group size; prompts: those that have exact scores.
+    """
     results, tokens = estimator_statistics(rows), proxy_table(prompts)
     quality = proxy_quality(tokens)
     rows.to_csv(folder / MOMENTS_FILE, index=False)
@@ -35,7 +38,7 @@ def report(rows: pd.DataFrame, prompts: list[Prompt], folder: Path) -> None:
 
 
 def estimator_table(results: pd.DataFrame, size: int) -> Table:
-    """Sorted by noise; the interval is over prompts."""
+    """Returns a table of the estimators at one group size, sorted by noise; the intervals are over prompts."""
     prompts = int(results.prompts.iloc[0])
     title = f"N = {size}: noise-to-signal relative to rloo, {prompts} prompts, 95 % intervals over prompts"
     table = Table(Column("estimator", no_wrap=True), title=title)
@@ -53,11 +56,12 @@ def estimator_table(results: pd.DataFrame, size: int) -> Table:
 
 
 def interval(low: float, high: float) -> str:
-    """Rich would take [nan, nan] for a style."""
+    """Returns [low, high]; "unknown" for an interval of NaN, which rich would take for a style."""
     return "unknown" if math.isnan(low) else f"[{low:.2f}, {high:.2f}]"
 
 
 def proxy_on_screen(quality: pd.DataFrame) -> Table:
+    """Returns a table of how well the proxy agrees with exact norms, of tokens and of rollouts."""
     table = Table("proxy against exact norm of", "Spearman", "Pearson", "top 1 % share", title="the proxy")
     for row in quality.itertuples():
         shares = f"proxy {row.top_share_proxy:.2f}, exact {row.top_share_exact:.2f}"

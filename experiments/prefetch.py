@@ -1,22 +1,26 @@
-"""Fetch data sets and models into the Hugging Face cache, on a login node, for compute nodes without network.
+"""Fetches data sets and models into the Hugging Face cache, on a login node, for compute nodes without network.
 
     python -m otb.prefetch --dataset openai/gsm8k --config main --model Qwen/Qwen2.5-7B
 
-Afterwards HF_HUB_OFFLINE=1 with the same HF_HOME finds them. Called by hand.
+Afterwards HF_HUB_OFFLINE=1 with the same HF_HOME finds them. `hf download` is not enough: offline, `datasets` finds
+only what it has prepared itself. And of a model it takes the weights in every format that there is.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+
+from huggingface_hub import constants
+
+from otb.errors import CRASHED, first_line
 
 # What transformers loads; the same weights in other formats would double the download.
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def fetch_dataset(hub_id: str, config: str | None, revision: str | None) -> str:
-    """Download and prepare all splits; returns a line that says what is there."""
+    """Downloads and prepares all splits. Returns a line that says what is there."""
     from datasets import load_dataset
 
     splits = load_dataset(hub_id, config, revision=revision)
@@ -24,13 +28,14 @@ def fetch_dataset(hub_id: str, config: str | None, revision: str | None) -> str:
 
 
 def fetch_model(hub_id: str, revision: str | None) -> str:
-    """Download weights, configuration and tokenizer; returns a line that says where they lie."""
+    """Downloads weights, configuration and tokenizer. Returns a line that says where they lie."""
     from huggingface_hub import snapshot_download
 
     return f"model {hub_id}: " + snapshot_download(hub_id, revision=revision, allow_patterns=MODEL_FILES)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line; ends the process with 2, as argparse does, where it makes no sense."""
     parser = argparse.ArgumentParser(prog="python -m otb.prefetch", description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", metavar="ID", help="hub id of a data set, e.g. openai/gsm8k (task.path)")
     parser.add_argument("--config", help="the data set's configuration, e.g. main (task.config)")
@@ -49,35 +54,35 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 all fetched, 1 something could not be, 2 wrong arguments."""
+    """Fetches what the arguments name. Returns the exit code: 0, or CRASHED where something could not be fetched."""
     options = parse_arguments(arguments)
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+    if constants.HF_HUB_OFFLINE:
         print(
-            f"HF_HUB_OFFLINE={os.environ['HF_HUB_OFFLINE']}: prefetching needs the network. Run it where there is one, "
-            f"as `HF_HUB_OFFLINE=0 python -m otb.prefetch ...`.",
+            "HF_HUB_OFFLINE is set: prefetching needs the network. Run it where there is one, as `HF_HUB_OFFLINE=0 "
+            "python -m otb.prefetch ...`.",
             file=sys.stderr,
         )
-        return 1
-    wanted = []
+        return CRASHED
+    fetches = []
     if options.dataset is not None:
         revision = options.dataset_revision or options.revision
-        wanted.append((options.dataset, lambda: fetch_dataset(options.dataset, options.config, revision)))
+        fetches.append((options.dataset, lambda: fetch_dataset(options.dataset, options.config, revision)))
     if options.model is not None:
         model_revision = options.model_revision or options.revision
-        wanted.append((options.model, lambda: fetch_model(options.model, model_revision)))
-    failed = 0
-    for hub_id, fetch in wanted:
+        fetches.append((options.model, lambda: fetch_model(options.model, model_revision)))
+    failed = False
+    for hub_id, fetch in fetches:
         try:
             print(fetch())
         except (OSError, ValueError) as error:  # both libraries' network and not-found errors are among these
-            failed += 1
-            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            failed = True
+            reason = first_line(error)[:200]
             print(
                 f"{hub_id} could not be fetched ({type(error).__name__}: {reason}). It needs network, a hub id that "
                 f"exists and, for a gated one, HF_TOKEN; behind a mirror set HF_ENDPOINT.",
                 file=sys.stderr,
             )
-    return 1 if failed else 0
+    return CRASHED if failed else 0
 
 
 if __name__ == "__main__":

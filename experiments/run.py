@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.build import opened_sandbox
 from experiments.checks import check
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
+from experiments.hardware import check_gpus, start_processes
 from experiments.identity import difference, run_path, short_name
 from experiments.run_lock import RunLock, restarts
 from experiments.sweeps.jobs import JobFile, sweep_arguments
@@ -46,6 +47,8 @@ def main(cfg: DictConfig) -> None:
             run(cfg, path, command, name)
     else:
         with refusals():
+            check_gpus(cfg)
+            start_processes(cfg, __file__, sys.argv[1:])
             check(cfg)
             run(cfg, path, command)
 
@@ -82,26 +85,37 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
     with RunLock(path) if is_main else nullcontext() as lock:
         if is_main:
             prepare(directory, cfg)
-        from experiments.progress import Progress
-
-        with Progress(cfg.steps, name=name, quiet=not is_main) as progress:
-            try:
-                with opened_sandbox(cfg) as sandbox:
-                    from experiments.train import train  # torch, transformers and trl: seconds, so only now
-
-                    train(cfg, directory, lock, command, progress, sandbox)
-            except Interrupted:
-                if is_main and lock.held():
-                    directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps)
-                raise
-            except BaseException as error:
-                if is_main and lock.held():
-                    note_failure(directory, cfg.steps, error)
-                if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
-                    raise unwritable(Path(error.filename or path), error) from error
-                raise
+        train_locked(cfg, directory, lock, command, name)
         if is_main:
             report(directory, cfg.steps, with_table=name is None)
+    if "WORLD_SIZE" in os.environ:
+        from experiments.train import wait_for_all_processes
+
+        wait_for_all_processes()  # one that ended earlier could take the first with it, before its report
+
+
+def train_locked(
+    cfg: DictConfig, directory: RunDirectory, lock: RunLock | None, command: list[str], name: str | None
+) -> None:
+    """Trains to the end, or notes in status.json why it did not. lock: None in all processes but the first."""
+    from experiments.progress import Progress
+
+    with Progress(cfg.steps, name=name, quiet=lock is None) as progress:
+        try:
+            with opened_sandbox(cfg) as sandbox:
+                from experiments.train import train  # torch, transformers and trl: seconds, so only now
+
+                train(cfg, directory, lock, command, progress, sandbox)
+        except Interrupted:
+            if lock is not None and lock.held():
+                directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps)
+            raise
+        except BaseException as error:
+            if lock is not None and lock.held():
+                note_failure(directory, cfg.steps, error)
+            if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
+                raise unwritable(Path(error.filename or directory.path), error) from error
+            raise
 
 
 def starts_anew(cfg: DictConfig, directory: RunDirectory) -> bool:
@@ -174,7 +188,7 @@ def note_failure(directory: RunDirectory, steps: int, error: BaseException) -> N
 
 def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
     """Draws the learning curve and notes that the run is finished; prints the table of a single run."""
-    from analysis.learning_curves import run_picture
+    from analysis.run_picture import run_picture
 
     picture = run_picture(directory)
     directory.write_status("finished", step=steps, steps=steps)
@@ -189,6 +203,10 @@ def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/run.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
     with exit_codes(after_stop="continues from the last checkpoint"):
         run_hydra(main, __file__, sweep_arguments(arguments), "config")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # a thread of torch's process groups that nobody joins may abort the interpreter's own end
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""RunTrainer: an OTBTrainer that lives in a run directory. Records, evaluations, samples and atomic checkpoints.
+"""RunTrainer: an OTBTrainer that lives in a run directory. It writes records, evaluations, samples and checkpoints.
 
-experiments/train.py builds it; OTBTrainer alone is what other people's scripts use. A step boundary is always: metrics
-row, evaluation if due, checkpoint if due, so that everything up to a checkpoint is on disk before the checkpoint is.
+experiments/train.py builds it; OTBTrainer alone is what other people's scripts use. A step ends in this order: metrics
+row, samples, evaluation if due, checkpoint if due, so that everything up to a checkpoint is on disk before it is. Which
+class does what within a step stands at the top of otb/trainer.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 from experiments import trackers
+from experiments.prompt_sampler import PromptSampler
 from experiments.run_lock import RunLock
 from experiments.warning_signal import Interrupted, received
 from otb.errors import RunError, unwritable
@@ -44,13 +46,28 @@ TRL_NAMES = {  # TRL's names of what it measures -> ours
     "grades/unparsable": "grade_unparsable",
     "grades/grader_timeout": "grade_timeout",
     "grades/grader_error": "grade_error",
+    "sampling/sampling_logp_difference/mean": "mismatch_mean",
+    "sampling/sampling_logp_difference/max": "mismatch_max",
+    "sampling/importance_sampling_ratio/min": "importance_ratio_min",
+    "sampling/importance_sampling_ratio/mean": "importance_ratio_mean",
+    "sampling/importance_sampling_ratio/max": "importance_ratio_max",
 }
-RESUME_FILES = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "baseline.pt")  # what only a resumed run reads
+RESUME_FILES = (  # of a checkpoint, what only a resumed run reads
+    "baseline.pt",
+    "global_step*",  # DeepSpeed: weights and optimizer state in parts
+    "latest",
+    "optimizer*",  # a folder of parts under FSDP2
+    "pytorch_model_fsdp*",
+    "rng_state*",
+    "scaler*",
+    "scheduler*",
+    "zero_to_fp32.py",
+)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When things happen, in steps. 0 = never. Evaluations and the last checkpoint also fall on the final step."""
+    """How often things happen, in steps; 0 = never. Evaluations and the last checkpoint also fall on the final step."""
 
     evaluate_every: int
     evaluation_samples: int  # k samples per held-out prompt
@@ -60,9 +77,20 @@ class Schedule:
 
 
 class RunTrainer(ToolTrainer):
-    """A ToolTrainer that writes into `directory` and can be killed at any moment.
+    """A ToolTrainer that writes into a run directory and can be killed at any moment.
 
-    on_step(row) is called with each metrics row, on_evaluation(row) with each evaluation, for a progress display.
+    Args:
+        directory: where everything is written.
+        lock: held by the first process, which writes; None in the others.
+        schedule: when to evaluate, to keep samples and to write checkpoints.
+        evaluation_dataset: held-out prompts, in the columns of the training dataset.
+        on_step: called with each metrics row, for a progress display.
+        on_evaluation: called with each evaluation's row.
+        Everything else is as in OTBTrainer.
+
+    Raises:
+        RunError: a file cannot be written, the lock was lost, or a loss or gradient is not finite.
+        Interrupted: a warning signal came, and the checkpoint is written.
     """
 
     def __init__(
@@ -81,7 +109,7 @@ class RunTrainer(ToolTrainer):
         self.on_step, self.on_evaluation = on_step, on_evaluation
         self._step_started = time.perf_counter()
         self._last_rollouts: dict | None = None
-        self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
+        self._losses: list[Tensor] = []  # one per micro-batch since the last optimizer step
         super().__init__(*args, **kwargs)
         totals = directory.last_metrics()
         self._totals = {name: totals.get(name, 0) for name in ("own_tokens_total", "tool_tokens_total")}
@@ -123,13 +151,13 @@ class RunTrainer(ToolTrainer):
         self._step_started = time.perf_counter()
 
     def _any_process_warned(self) -> bool:
-        """Signals reach the processes of a run at different moments; all of them must stop at the same step."""
+        """Tells whether a warning signal has reached a process of the run; all of them must stop at the same step."""
         if self.accelerator.num_processes == 1:
             return received()
         return bool(self.accelerator.gather(torch.tensor([received()], device=self.accelerator.device)).any())
 
     def _append(self, file: Path, row: dict) -> None:
-        """A row of the run directory, by the one process that writes it and only while it holds the lock."""
+        """Writes a row into the run directory: in the first process alone, and only while it holds the lock."""
         if not self.accelerator.is_main_process:
             return
         if self.lock is not None and not self.lock.held():
@@ -137,13 +165,17 @@ class RunTrainer(ToolTrainer):
         self.directory.append(file, row)
 
     def _due(self, step: int, every: int) -> bool:
-        """On the first generation boundary at or past each multiple of `every`, and on the final step. 0: never."""
+        """Tells whether `step` is the first generation boundary at or past a multiple of `every`, or the final step.
+
+        every: 0 for never. A boundary is where the next step needs new rollouts: nothing buffered would be lost.
+        """
         cycle = max(1, self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps)
         if not every or step % cycle:
             return False
         return step == self.state.max_steps or step // every > (step - cycle) // every
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Writes the row of a step, under our names, and hands it to TRL's log with everything that TRL measured."""
         if not self.model.training or "loss" not in logs:
             return super().log(logs, start_time)
         measured = {
@@ -182,7 +214,7 @@ class RunTrainer(ToolTrainer):
         return loss
 
     def _get_grad_norm(self, *args, **kwargs):
-        """The last thing transformers asks before the optimizer steps, with the norm of all processes' gradient."""
+        """Returns the gradient's norm, and checks it: transformers asks for it last before the optimizer steps."""
         norm = super()._get_grad_norm(*args, **kwargs)
         losses, self._losses = torch.stack(self._losses).sum(), []
         self._refuse_non_finite("loss", self.accelerator.gather(losses).sum())  # one process's loss stops them all
@@ -203,7 +235,10 @@ class RunTrainer(ToolTrainer):
     # ---- evaluation
 
     def evaluate_held_out(self) -> dict:
-        """avg@k and pass@k on the evaluation dataset; draws from its own random state. -> the row written."""
+        """Measures avg@k and pass@k on the evaluation dataset, and returns the row that it writes.
+
+        It draws from a random state of its own: training goes on as if there had been no evaluation.
+        """
         started = time.perf_counter()
         samples = self.schedule.evaluation_samples
         rewards, lengths = self.sample_held_out(samples)  # (prompts, samples) each
@@ -229,9 +264,9 @@ class RunTrainer(ToolTrainer):
         return row
 
     def sample_held_out(self, samples: int) -> tuple[Tensor, Tensor]:
-        """Rewards and own-token counts (prompts, samples) on the evaluation dataset, the same draws at every call.
+        """Returns rewards and own-token counts, (prompts, samples) each, on the evaluation dataset.
 
-        TRL's own rollout code does the work, so that tools and vLLM are served too.
+        TRL's rollout code does the work, so that tools and vLLM are served too. The draws are the same at every call.
         """
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         rows = list(self.evaluation_dataset)
@@ -247,8 +282,8 @@ class RunTrainer(ToolTrainer):
                     batch = rows[start : start + prompts_per_batch]
                     padded = batch + [batch[0]] * (-len(batch) % processes)  # whole prompts for every process
                     share = len(padded) // processes
-                    own = padded[rank * share : (rank + 1) * share]
-                    self._generate_and_score_completions([row for row in own for _ in range(samples)])
+                    this_process = padded[rank * share : (rank + 1) * share]
+                    self._generate_and_score_completions([row for row in this_process for _ in range(samples)])
                     counts = self.accelerator.gather(self._sampled_tokens)[:, 0]
                     rewards.append(self._summed_rewards().view(-1, samples)[: len(batch)])
                     lengths.append(counts.view(-1, samples)[: len(batch)])
@@ -263,9 +298,10 @@ class RunTrainer(ToolTrainer):
     # ---- samples
 
     def _save_rollouts(self, name: str, groups: int | None) -> Path:
-        """Keeps prompts, responses, rewards, energies and advantages of this process's rollouts.
+        """Writes prompts, responses, rewards, energies and advantages of this process's rollouts, and returns the file.
 
-        groups: of its first whole groups; None for every rollout it has, of groups that it shares with others too.
+        groups: how many whole groups to keep, the first ones; None for every rollout, of groups shared with other
+        processes too.
         """
         path = self.directory.rollouts / f"{name}.parquet"
         if self._last_rollouts is None:
@@ -279,14 +315,15 @@ class RunTrainer(ToolTrainer):
         return path
 
     def _rollout_rows(self, groups: int | None, step: int) -> Iterator[dict]:
+        """Yields a row per rollout that is kept. groups: as in _save_rollouts."""
         rollouts, output = self._last_rollouts["rollouts"], self._last_rollouts["output"]
         advantages, group_size = self._last_rollouts["advantages"].flatten(0, 1), rollouts.group_size
-        mask, own = output["completion_mask"].bool(), response_mask(output)
-        count = len(own) if groups is None else min(groups, len(own) // group_size) * group_size
+        mask, own_mask = output["completion_mask"].bool(), response_mask(output)
+        count = len(own_mask) if groups is None else min(groups, len(own_mask) // group_size) * group_size
         norms = None if rollouts.score_norms is None else rollouts.score_norms.flatten(0, 1)
-        first = self.accelerator.process_index * len(own)  # this process's rows among the gathered ones
+        first = self.accelerator.process_index * len(own_mask)  # this process's rows among the gathered ones
         for i in range(count):
-            length = int(own[i].sum())
+            length = int(own_mask[i].sum())
             tokens = output["completion_ids"][i][mask[i]]
             prompt = output["prompt_ids"][i][output["prompt_mask"][i].bool()]
             advantage = advantages[first + i]
@@ -297,7 +334,7 @@ class RunTrainer(ToolTrainer):
                 "prompt_text": self._tokenizer.decode(prompt),
                 "response_text": self._tokenizer.decode(tokens),
                 "tokens": [self._tokenizer.decode(token) for token in tokens],
-                "own": own[i][mask[i]].tolist(),
+                "own": own_mask[i][mask[i]].tolist(),
                 "reward": float(rollouts.rewards.flatten()[first + i]),
                 "advantages": advantage[:length].tolist() if len(advantage) > 1 else [float(advantage[0])] * length,
                 "energies": None if norms is None else norms[first + i][:length].cumsum(0).tolist(),
@@ -306,7 +343,10 @@ class RunTrainer(ToolTrainer):
     # ---- checkpoints
 
     def write_checkpoint(self) -> None:
-        """Aside, fsync, rename; then the rule: the last and the best stay, the optimizer's state in the last only."""
+        """Writes a checkpoint aside and renames it when it is on disk; then removes those that need not stay.
+
+        The last one stays, and the one with the best evaluation; the optimizer's state stays in the last only.
+        """
         writing, step = self.directory.checkpoints / ".writing", self.state.global_step
         if self.accelerator.is_main_process:
             shutil.rmtree(writing, ignore_errors=True)
@@ -314,6 +354,8 @@ class RunTrainer(ToolTrainer):
         output_dir, self.args.output_dir = self.args.output_dir, str(writing)
         try:
             self._save_checkpoint(self.model, trial=None)
+            if self.is_fsdp_enabled:
+                self._save_whole_policy(writing / f"checkpoint-{step}")
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
                 self.directory.publish_checkpoint(writing / f"checkpoint-{step}", step)
@@ -326,12 +368,26 @@ class RunTrainer(ToolTrainer):
             self.args.output_dir = output_dir
         self.accelerator.wait_for_everyone()
 
+    def _save_whole_policy(self, folder: Path) -> None:
+        """Writes the policy as `model.name=FOLDER` reads it, beside the parts that only a resumed run reads.
+
+        FSDP's own checkpoint of parts has neither configuration nor tokenizer, and no file of whole weights. These are
+        in the precision of the forward. Every process must call it: gathering is a collective.
+        """
+        weights = self.accelerator.get_state_dict(self.model)
+        if not self.accelerator.is_main_process:
+            return
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float32
+        weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+        self.accelerator.unwrap_model(self.model).save_pretrained(folder, state_dict=weights)
+        self._tokenizer.save_pretrained(folder)
+
     def create_model_card(self, *args, **kwargs) -> None:
-        """No model card: the run directory says where a checkpoint comes from."""
+        """Writes no model card: the run directory says where a checkpoint comes from."""
 
 
 class FirstEvaluation(TrainerCallback):
-    """The evaluation before the first step; as a callback, because trackers have to start before anything is timed."""
+    """Evaluates before the first step. A callback, because trackers have to start before anything is timed."""
 
     def __init__(self, trainer: RunTrainer):
         self.trainer = trainer
@@ -342,43 +398,8 @@ class FirstEvaluation(TrainerCallback):
             self.trainer._step_started = time.perf_counter()
 
 
-class PromptSampler(Sampler):
-    """The rows of a whole run in TRL's order: prompts repeated `group_size` times, batches repeated `uses` times.
-
-    Unlike TRL's, the permutation of an epoch follows from (seed, epoch) alone, so that a run resumed in its third epoch
-    sees the prompts of the third; and it depends on neither group size nor length, so that every arm of a comparison
-    sees the same prompts in the same order, and more steps continue a run.
-
-    Args:
-        rows: prompts in the dataset; prompts_per_batch: prompts of one generation; micro_batches: forwards of the run.
-    """
-
-    def __init__(self, rows: int, prompts_per_batch: int, group_size: int, uses: int, micro_batches: int, seed: int):
-        self.rows, self.prompts_per_batch, self.group_size = rows, prompts_per_batch, group_size
-        self.uses, self.seed = uses, seed
-        self.generations = -(-micro_batches // uses)
-
-    def __len__(self) -> int:
-        return self.generations * self.prompts_per_batch * self.group_size * self.uses
-
-    def __iter__(self) -> Iterator[int]:
-        prompts = self._prompts()
-        for _ in range(self.generations):
-            batch = [next(prompts) for _ in range(self.prompts_per_batch)]
-            for _ in range(self.uses):
-                for prompt in batch:
-                    yield from [prompt] * self.group_size
-
-    def _prompts(self) -> Iterator[int]:
-        epoch = 0
-        while True:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            yield from torch.randperm(self.rows, generator=generator).tolist()
-            epoch += 1
-
-
 def finite_mean(values: list[float]) -> float | None:
-    """Mean of the finite values; None where nothing was measured."""
+    """Returns the mean of the finite values; None where nothing was measured."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return finite[0] if finite else None  # a count stays a whole number
@@ -386,6 +407,7 @@ def finite_mean(values: list[float]) -> float | None:
 
 
 def peak_memory_bytes() -> int:
+    """Returns the most memory held so far: of the GPU where there is one, else of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -23,7 +23,7 @@ def print_table(paths: list[Path]) -> None:
 
 
 def summary_table(paths: list[Path]) -> Table:
-    """Returns a row per run: state, steps, held-out accuracy before, best and last, own tokens, time of the steps."""
+    """Returns a table of runs: state, steps, held-out accuracy before, best and last, own tokens, time of the steps."""
     several = len(paths) > 1
     table = Table("state", "steps", "accuracy before", "best", "last", "own tokens", "minutes")
     if several:

@@ -54,7 +54,7 @@ def prepare(names: list[str], directory: RunDirectory) -> None:
 
 
 def advance(names: list[str], step: int, before_next: bool = False) -> None:
-    """Raises W&B's count of calls to CALLS_PER_STEP times the optimizer steps done; by half a step more `before_next`.
+    """Lifts W&B's count of calls to CALLS_PER_STEP times the optimizer steps done; by half a step more `before_next`.
 
     W&B counts what it is sent, TRL's timings too, from 0 in every process, so that a resumed run would overwrite its
     own beginning. The axis of its plots is train/global_step.

@@ -18,12 +18,13 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
 from experiments import trackers
 from experiments.build import build
 from experiments.environment import describe
+from experiments.hardware import grpo_options
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
@@ -59,7 +60,7 @@ def train(
     quiet_libraries()
     make_deterministic(cfg.deterministic)
     inputs = checked_inputs(cfg, sandbox)
-    arguments = trainer_config(cfg, inputs.task, directory)
+    arguments = trainer_config(cfg, inputs, directory)
     folder = policy_folder(cfg.model.name, inputs.task, dict(cfg.model.get("warm_start") or {}), progress.warm_start)
     resume_step = step_to_resume(directory)
     if arguments.process_index == 0:
@@ -87,8 +88,27 @@ def build_trainer(
 ) -> RunTrainer:
     """Loads the weights from `folder` and puts everything together. Raises RunError where they cannot be loaded."""
     set_seed(cfg.seed)  # LoRA's initial weights
-    trainer = RunTrainer(
-        load_model(folder, cfg.model.revision, weights_dtype(cfg)),
+    model = load_model(folder, cfg.model.revision, weights_dtype(cfg))
+    try:
+        trainer = _trainer(cfg, model, inputs, arguments, directory, lock, progress)
+    except (ImportError, ValueError, ConnectionError) as error:  # what TRL and vLLM refuse
+        lines = str(error).strip().splitlines() or [""]
+        raise RunError(f"the trainer cannot be built: {type(error).__name__}: {' '.join(lines[:3])}") from error
+    trainer.remove_callback(transformers.PrinterCallback)  # it prints every row; `progress` is shown instead
+    return trainer
+
+
+def _trainer(
+    cfg: DictConfig,
+    model: PreTrainedModel,
+    inputs: Inputs,
+    arguments: OTBConfig,
+    directory: RunDirectory,
+    lock: RunLock | None,
+    progress: Progress,
+) -> RunTrainer:
+    return RunTrainer(
+        model,
         inputs.task.reward,
         arguments,
         inputs.train_dataset,
@@ -103,8 +123,13 @@ def build_trainer(
         on_step=progress.step,
         on_evaluation=progress.evaluation,
     )
-    trainer.remove_callback(transformers.PrinterCallback)  # it prints every row; `progress` is shown instead
-    return trainer
+
+
+def wait_for_all_processes() -> None:
+    """Returns when every process of the run has called it, and ends their group. Nothing happens in a run of one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 class Inputs(NamedTuple):
@@ -116,24 +141,27 @@ class Inputs(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     environment: Callable | None
     lora: LoraConfig | None
+    longest_prompt: int  # tokens at the most
 
 
 def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
     """Builds task, rows, tokenizer and LoRA, and checks them against each other. Raises RunError; reads no weights."""
     task = build(cfg, "task")
     train_dataset, evaluation_dataset = load_datasets(task, cfg.prompts_per_step)
-    tokenizer, model_config = describe_policy(cfg.model.name, cfg.model.revision)
+    tokenizer, model_config = describe_policy(cfg.model.name, cfg.model.revision, cfg.model.get("chat_template"))
     environment = None if sandbox is None else partial(task.environment, sandbox)
     tools = None if environment is None else [environment().python]
     if tools:
         check_tool_template(tokenizer, cfg.model.name)
-    for dataset in (train_dataset, evaluation_dataset):
-        lengths = (cfg.max_prompt_length, task.max_completion_length)
+    lengths = (cfg.max_prompt_length, task.max_completion_length)
+    longest_prompt = max(
         check_prompt_lengths(dataset["prompt"], tokenizer, model_config, *lengths, tools)
+        for dataset in (train_dataset, evaluation_dataset)
+    )
     lora = lora_config(cfg)
     if lora is not None:
         check_lora_targets(lora, model_config)
-    return Inputs(task, train_dataset, evaluation_dataset, tokenizer, environment, lora)
+    return Inputs(task, train_dataset, evaluation_dataset, tokenizer, environment, lora, longest_prompt)
 
 
 def note_start(cfg: DictConfig, directory: RunDirectory, command: list[str], inputs: Inputs, folder: str) -> None:
@@ -202,11 +230,12 @@ def load_datasets(task, prompts_per_step: int):
     return train_dataset, evaluation_dataset
 
 
-def trainer_config(cfg: DictConfig, task, directory: RunDirectory) -> OTBConfig:
+def trainer_config(cfg: DictConfig, inputs: Inputs, directory: RunDirectory) -> OTBConfig:
     """Returns the GRPOConfig of a run. Its keys win over `trainer.*`, which wins over our defaults. Raises RunError."""
-    trainer = OmegaConf.to_container(cfg.trainer, resolve=True)
+    options = default_options(cfg, directory) | OmegaConf.to_container(cfg.trainer, resolve=True)
+    options |= grpo_options(cfg, inputs.longest_prompt, [inputs.tokenizer.eos_token_id])
     try:
-        return OTBConfig(**(default_options(cfg, directory) | trainer | derived_options(cfg, task, directory)))
+        return OTBConfig(**(options | derived_options(cfg, inputs.task, directory)))
     except (TypeError, ValueError) as error:
         raise RunError(f"trainer: {error}") from error
 
@@ -245,6 +274,7 @@ def derived_options(cfg: DictConfig, task, directory: RunDirectory) -> dict[str,
         "seed": cfg.seed,
         "learning_rate": cfg.learning_rate,
         "temperature": cfg.temperature,
+        "geometric_ratio_band": None if cfg.geometric_ratio_band is None else tuple(cfg.geometric_ratio_band),
         "max_completion_length": task.max_completion_length,
         # the last turn can only answer
         "max_tool_calling_iterations": None if task.environment is None else task.max_turns - 1,

@@ -28,8 +28,10 @@ from experiments.build import opened_sandbox
 from experiments.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
 from experiments.run_lock import RunLock
 from otb.errors import RunError
+from otb.files import sha256_of
 from otb.records import write_atomically
 
+PATHS = ("checkpoint", "run", "model.name")  # keys whose value may be the folder of a run or of its checkpoint
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
 SMALLEST = {  # of the keys that are whole numbers
@@ -121,11 +123,7 @@ def weights_digest(checkpoint: Path) -> str:
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
         raise RunError(f"checkpoint={checkpoint} holds no *.safetensors. Give RUN/checkpoints/step-XXXXXXXX.")
-    digest = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(bytes.fromhex(sha256_of(file)) for file in files)).hexdigest()
 
 
 def command_line(arguments: list[str]) -> None:
@@ -137,10 +135,10 @@ def command_line(arguments: list[str]) -> None:
 def quoted(argument: str) -> str:
     """Quotes the path in `checkpoint=PATH` for Hydra, since names of runs have `=` in them."""
     key, _, value = argument.partition("=")
-    if key != "checkpoint" or value in ("", "null") or value[0] in "'\"":
+    if key not in PATHS or value in ("", "null") or value[0] in "'\"":
         return argument
     escaped = value.replace("'", "\\'")
-    return f"checkpoint='{escaped}'"
+    return f"{key}='{escaped}'"
 
 
 if __name__ == "__main__":

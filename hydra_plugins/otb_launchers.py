@@ -70,7 +70,7 @@ class LocalLauncher(Launcher):
 
 
 class SlurmLauncher(PluginLauncher):
-    """Sends jobs by the plugin's options and sbatch files that survive their submitter, preemption and time limits."""
+    """Sends runs by the plugin's options; but its jobs survive their submitter, preemption and time limits."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from experiments.command_line import refusals

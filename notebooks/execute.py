@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 def execute(path: Path) -> nbformat.NotebookNode:
     """The executed notebook, without the times of its cells. Raises CellExecutionError where a cell fails."""
     notebook = nbformat.read(path, as_version=4)
-    options = {"timeout": 300, "kernel_name": "python3", "record_timing": False}
+    options = {"timeout": 900, "startup_timeout": 900, "kernel_name": "python3", "record_timing": False}
     NotebookClient(notebook, resources={"metadata": {"path": str(HERE)}}, **options).execute()
     return notebook
 

@@ -52,6 +52,16 @@ METRICS = {
     "response_length_mean": Metric("tokens", "own tokens per rollout, mean"),
     "response_length_max": Metric("tokens", "own tokens per rollout, largest"),
     "equal_reward_groups": Metric("share", "prompt groups whose scored rollouts all have one reward"),
+    "dropped_by_mismatch": Metric(
+        "share", "rollouts whose geometric mean ratio left geometric_ratio_band; they train nothing"
+    ),
+    "mismatch_mean": Metric(
+        "nats", "|log pi - log pi of the sampler| per own token, mean; vLLM only, as the next four"
+    ),
+    "mismatch_max": Metric("nats", "|log pi - log pi of the sampler| per own token, largest"),
+    "importance_ratio_min": Metric("1", "trained / sampled probability of an own token, clipped, smallest"),
+    "importance_ratio_mean": Metric("1", "trained / sampled probability of an own token, clipped, mean"),
+    "importance_ratio_max": Metric("1", "trained / sampled probability of an own token, clipped, largest"),
     "truncated": Metric("share", "rollouts that the length limit ended"),
     "gradient_norm": Metric("norm", "Euclidean norm of the whole gradient before clipping"),
     "loss": Metric("1", "policy loss of the step, summed over its micro-batches"),
@@ -120,10 +130,27 @@ WHERE_AND_HOW = (
     "rollouts",
     "max_prompt_length",
     "sandbox.workers",
+    "gpus",
+    "parallel",
+    "rollouts_by.rows",
+    "rollouts_by.tensor_parallel",
+    "rollouts_by.memory_share",
+    "rollouts_by.sleep",
+    "rollouts_by.url",
+    "rollouts_by.timeout_s",
     "trainer.report_to",
     "trainer.run_name",
     "trainer.use_cpu",
 )
+# Keys that run directories of earlier versions lack, with what those runs did. Neither their absence nor this value
+# makes another run or another setting.
+ADDED_LATER = {
+    "geometric_ratio_band": None,
+    "model.chat_template": None,
+    "rollouts_by.name": "hf",
+    "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use
+    "trainer.vllm_importance_sampling_mode": "token_truncate",
+}
 # What differs between two runs of one configuration; everything else is equal, bit for bit, on one CPU.
 TIME_AND_MEMORY = frozenset(
     name for name in METRICS if name.startswith("seconds_") or name in ("peak_memory_bytes", "tool_seconds")
@@ -133,6 +160,17 @@ TIME_AND_MEMORY = frozenset(
 def is_one_of(key: str, names: tuple[str, ...]) -> bool:
     """Tells whether a dotted configuration key is one of `names`, or lies below one of them."""
     return any(key == name or key.startswith(name + ".") for name in names)
+
+
+def flatten(config: dict, prefix: str = "") -> dict:
+    """Returns a configuration with dotted keys, {"a": {"b": 1}} -> {"a.b": 1}; an empty mapping stays a value."""
+    flat: dict[str, object] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def metric_table() -> str:
@@ -296,8 +334,8 @@ class RunDirectory:
                 shutil.rmtree(aside)
                 continue
             for pattern in resume_files:
-                for file in self.checkpoint(step).glob(pattern):
-                    file.unlink()
+                for path in self.checkpoint(step).glob(pattern):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def clear_unfinished(self) -> None:
         """Removes what a killed process left half-written."""

@@ -108,7 +108,7 @@ class ToolTrainer(OTBTrainer):
         if row is not None:
             raise RuntimeError(
                 f"{len(prompt_ids)} rollouts are to be continued, of which {len(continued)} are known here; TRL's tool "
-                "loop does not work as in the version that pyproject.toml pins. Install that version, or compare "
+                "loop does not work as in the version that was tried. Install one that pyproject.toml allows, or compare "
                 "otb/seams.py with the one installed."
             )
         self._end(dropped)

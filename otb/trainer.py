@@ -28,6 +28,7 @@ the optimizer's. otb/seams.py lists every private name of TRL that this relies o
 from __future__ import annotations
 
 import copy
+import math
 import os
 import random
 import time
@@ -38,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -87,6 +89,14 @@ class OTBConfig(GRPOConfig):
         metadata={"help": "Log the gradient noise measured on micro-batches of whole groups, and energy metrics."},
     )
 
+    geometric_ratio_band: tuple[float, float] | None = field(
+        default=None,
+        metadata={
+            "help": "Drop a rollout where the geometric mean over own tokens of trained / sampled probability leaves "
+            "(low, high): Geo-RS of the paper's 14B runs. Needs the sampler's log-probs, so vLLM."
+        },
+    )
+
     def __post_init__(self):
         if self.num_generations == 1:
             self.num_generations: int = _SingleRollout(1)
@@ -132,6 +142,9 @@ class OTBTrainer(GRPOTrainer):
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         self._seconds: dict[str, float] = {}  # part of the step -> time spent in it
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        keep_float32_outputs(self.accelerator)
+        if self.use_vllm:  # its engine has seeded this process with its own number, the same for every run
+            set_seed(self.args.seed, device_specific=True)
         if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
             refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
         if self._needs & EXACT_NORMS:
@@ -165,6 +178,8 @@ class OTBTrainer(GRPOTrainer):
 
     def _replace_advantages(self, output: dict) -> None:
         """Puts the baseline's advantages, (B,) or (B, C), in the place of TRL's group-mean ones (B,)."""
+        if (band := getattr(self.args, "geometric_ratio_band", None)) is not None:
+            self._drop_mismatched(output, *band)
         own = OwnTokens(response_mask(output))
         rollouts = self._gathered_groups(own, **self._measured(output, own))
         baseline = self.baseline(rollouts)
@@ -184,6 +199,16 @@ class OTBTrainer(GRPOTrainer):
         self._log_rollouts(rollouts, baseline, advantages, output)
         if baselines.carries_state(self.baseline):
             self.baseline.update(rollouts)
+
+    def _drop_mismatched(self, output: dict, low: float, high: float) -> None:
+        """Takes the rollouts of which the geometric mean ratio leaves the band out of the loss and of all sums.
+
+        They keep their reward in the baselines that read rewards alone, as masked truncated rollouts do.
+        """
+        outside = outside_band(output, low, high)
+        output["completion_mask"] = output["completion_mask"] * ~outside.unsqueeze(1)
+        share = self.accelerator.gather(outside.float()).mean().item()
+        self._metrics["train"]["dropped_by_mismatch"].append(share)
 
     def _gathered_groups(self, own: OwnTokens, totals: dict, reduced: dict, **measured: Tensor) -> RolloutGroups:
         """Returns the prompt groups of all processes, from what each of them measured.
@@ -470,6 +495,38 @@ class OTBTrainer(GRPOTrainer):
     def evaluate(self, *args, **kwargs):
         with isolated_random_state():
             return super().evaluate(*args, **kwargs)
+
+
+def outside_band(output: dict, low: float, high: float) -> Tensor:
+    """(B,) bool: the geometric mean over own tokens of trained / sampled probability lies outside [low, high].
+
+    output: what TRL hands from scoring to the loss, with the log-probs of the policy and of the sampler. A token that
+    the sampler gave no log-prob (NaN) counts as equal. Raises ValueError without the sampler's log-probs.
+    """
+    if output.get("sampling_per_token_logps") is None or output.get("old_per_token_logps") is None:
+        raise ValueError(
+            "geometric_ratio_band compares the policy's log-probs with the sampler's, and there are none: set "
+            "use_vllm=True and vllm_importance_sampling_correction=True, or geometric_ratio_band=None."
+        )
+    own = response_mask(output)
+    difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).nan_to_num(0.0) * own
+    mean = difference.sum(1) / own.sum(1).clamp(min=1)
+    return (mean < math.log(low)) | (mean > math.log(high))
+
+
+def keep_float32_outputs(accelerator) -> None:
+    """Lets FSDP2 compute in bfloat16 but hand out the log-probs in float32, and reduce gradients in float32.
+
+    accelerate's own policy casts what the model returns to bfloat16: eight bits of a log-prob make importance ratios
+    and score norms near pi = 1 wrong. Call it before the model is wrapped. Nothing happens without FSDP2 and bfloat16.
+    """
+    if not accelerator.is_fsdp2 or accelerator.mixed_precision != "bf16":
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
 
 
 @contextmanager

@@ -34,7 +34,7 @@ LOST_ANOTHER = re.compile("closed by peer|reset by peer|DistBackendError|DistNet
 
 
 class Supervisor:
-    """One job of a job array."""
+    """Watches over one job of a job array."""
 
     def __init__(self, folder: Path, token: str):
         self.folder = folder
@@ -87,8 +87,9 @@ class Supervisor:
         return cause
 
     def _cause(self, printed: str, before: dict[Path, int]) -> tuple[int, str]:
-        """Returns what `_attempt` does, from what srun printed. The first process that ended is the cause; srun ended
-        the others, and a process that only lost another one is none.
+        """Returns the exit code and the reason of the process that failed first, from what srun printed.
+
+        srun ended the others, and a process that only says that it lost another one is not the cause.
         """
         ended = list(TASK_ENDED.finditer(printed))
         if not ended:

@@ -22,21 +22,25 @@ sockets = [socket.create_server(('127.0.0.1', 0)) for _ in range(int(sys.argv[1]
 print(*(s.getsockname()[1] for s in sockets))" "$1"
 }
 
-running() { # the process that a pid file names
-  [ -s "$folder/$1.pid" ] && kill -0 "$(cat "$folder/$1.pid")" 2>/dev/null
+alive() { # a zombie is not: the first process of a container seldom asks how others ended
+  [ -e "/proc/$1" ] && ! grep -q '^State:.Z' "/proc/$1/status" 2>/dev/null
 }
 
-end() { # SIGTERM, then SIGKILL after 10 s
+running() { # the process that a pid file names
+  [ -s "$folder/$1.pid" ] && alive "$(cat "$folder/$1.pid")"
+}
+
+end() { # SIGTERM, then SIGKILL after a minute
   running "$1" || return 0
   local pid; pid=$(cat "$folder/$1.pid")
   kill "$pid"
-  for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null || return 0; sleep 0.1; done
+  for _ in $(seq 600); do alive "$pid" || return 0; sleep 0.1; done
   kill -9 "$pid"
 }
 
 end_jobs() { # what outlived the daemons would keep the node from coming back
   scancel --user="$(id -un)" 2> /dev/null || true
-  for _ in $(seq 75); do
+  for _ in $(seq 300); do
     [ -n "$(squeue --noheader 2> /dev/null)" ] || return 0
     sleep 0.2
   done
@@ -77,14 +81,18 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 ReturnToService=2
-KillWait=10
+# generous, so that a busy machine has the time to write a checkpoint; whoever is done sooner is not waited for
+KillWait=120
+MessageTimeout=60
 MinJobAge=60
 OverTimeLimit=0
 MaxArraySize=2001
 MaxJobCount=10000
+# job ids give the ports of runs of several processes: two clusters on one machine must not begin alike
+FirstJobId=$((100 * (ports[0] % 190) + 1))
 SlurmdParameters=config_overrides
 NodeName=$host NodeAddr=127.0.0.1 CPUs=$cpus RealMemory=$memory State=UNKNOWN
-PartitionName=main Nodes=$host Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=main Nodes=$host Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
 PartitionName=urgent Nodes=$host MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 END
 }
@@ -97,12 +105,12 @@ start_munged() {
 }
 
 wait_until_idle() {
-  for _ in $(seq 150); do
+  for _ in $(seq 1500); do
     sinfo --noheader --format=%T 2>/dev/null | grep -q -E "idle|mixed|allocated" && return
     sleep 0.2
   done
   tail -n 20 "$folder"/slurmctld.log "$folder"/slurmd.log >&2
-  die "the node did not come up within 30 s; the ends of the logs in $folder are above."
+  die "the node did not come up within 5 minutes; the ends of the logs in $folder are above."
 }
 
 start() {

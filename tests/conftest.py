@@ -1,4 +1,4 @@
-"""Shared fixtures: an untrained tiny policy, a dataset of a few prompts, the folder of shared vectors and data."""
+"""Shared fixtures, and the order in which the files are run (docs/tests.md)."""
 
 import os
 from pathlib import Path
@@ -9,8 +9,31 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import pytest
 
+# The longest first, so that at the end no worker waits for one of them: SLURM's mostly waits, the others compute.
+FIRST = ("test_slurm", "test_run", "test_resume", "test_run_states", "test_distributed", "test_local_sweep")
+# Files whose tests need no costly fixture of their module: each test may go to whichever worker is free.
+DIVISIBLE = ("test_resume", "test_analysis_report", "test_grading")
+
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+    skip_without_a_gpu(items)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """A file stays on one worker, as its fixtures do, unless it is DIVISIBLE."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileOrTest(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return nodeid if Path(file).stem in DIVISIBLE else file
+
+    config.option.loadscopereorder = False  # keeps the order above
+    return FileOrTest(config, log)
+
+
+def skip_without_a_gpu(items) -> None:
     """Tests marked gpu are skipped with a reason where there is no CUDA device; they never pass unseen."""
     if not any("gpu" in item.keywords for item in items):
         return
@@ -20,6 +43,15 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory) -> None:
+    """Warm-started policies are kept for the session, so that all workers together train one; see `warm_start`."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which the workers share
+    os.environ.setdefault("OTB_CACHE", str(folder / "cache"))
 
 
 @pytest.fixture(scope="session")

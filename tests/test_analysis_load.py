@@ -1,31 +1,84 @@
 """analysis.runs.load: runs to tables, the cache, damaged files, and what must not be compared."""
 
 import json
+import pydoc
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
-from analysis.arms import one_setting
+from analysis import arms
+from analysis.checks import one_setting
 from analysis.runs import load as load_module
 from analysis.runs.load import load
-from analysis.runs.marks import arm_name, setting_differences
+from analysis.runs.marks import setting_differences
 from otb.errors import RunError
 from tests.support.analysis_runs import write_run, write_sweep
 
-
-def stem(file):
-    return file.stem
+CONFIGURATIONS = Path(__file__).parent.parent / "conf" / "baseline"
 
 
-@pytest.mark.parametrize("file", sorted((Path(__file__).parent.parent / "conf" / "baseline").glob("*.yaml")), ids=stem)
-def test_an_arm_as_shipped_is_called_as_on_the_command_line(file):
-    arguments = {f"baseline.{key}": value for key, value in yaml.safe_load(file.read_text()).items()}
-    called = {"otb_carry": "otb tail=carry"}.get(file.stem, file.stem)
-    assert arm_name({"kind": "otb", **arguments}) == called
+def arm(target, folder=CONFIGURATIONS, **arguments):
+    keys = {f"baseline.{key}": value for key, value in arguments.items()}
+    return arms.arm_name(
+        {"kind": "otb", "run": "a", "baseline._target_": target, **keys}, arms.shipped_baselines(folder)
+    )
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in CONFIGURATIONS.glob("*.yaml")))
+def test_an_arm_as_shipped_is_called_as_on_the_command_line(name):
+    keys = yaml.safe_load((CONFIGURATIONS / f"{name}.yaml").read_text())
+    assert arm(keys.pop("_target_"), **keys) == name
+
+
+def test_an_arm_has_one_name_whichever_way_it_was_typed():
+    otb, value = "otb.baselines.otb.otb", "otb.baselines.value.Value"
+    assert arm(otb, _partial_=True, tail="carry") == "otb_carry"  # baseline=otb baseline.tail=carry
+    assert arm(otb, tail="zero") == "otb"  # baseline=otb_carry baseline.tail=zero
+    assert arm(otb) == "otb"  # a run older than the argument
+    assert arm(otb, tail="own") == "otb tail=own"
+    assert arm(value, learning_rate=0.001, epochs=20) == "value epochs=20"
+    assert arm(value, learning_rate=None, epochs=10) == "value learning_rate=null"
+    assert arms.arm_override("value epochs=20") == "baseline=value baseline.epochs=20"
+
+
+def test_an_arm_without_a_yaml_is_called_by_its_function_and_all_arguments(tmp_path):
+    assert arm("mine.baselines.median", quantile=0.5) == "median quantile=0.5"
+    assert arm("mine.running.Running", decay=0.9) == "running decay=0.9"  # a class: by its module
+    assert arm("otb.baselines.otb.otb", tmp_path / "absent", tail="zero") == "otb tail=zero"  # conf/ is not installed
+
+
+def test_a_new_baseline_is_one_file_and_one_yaml_for_the_figures_too(tmp_path, monkeypatch):
+    folder = tmp_path / "conf"
+    shutil.copytree(CONFIGURATIONS, folder)
+    target = "otb.baselines.running_mean.RunningMean"
+    (folder / "running_mean.yaml").write_text(f"_target_: {target}\ndecay: 0.9\n")
+    monkeypatch.setattr(arms, "CONFIGURATIONS", folder)
+    for seed, decay in enumerate((0.9, 0.5)):
+        changes = {"baseline": {"_target_": target, "decay": decay}}
+        write_run(tmp_path / "runs", "running_mean", seed=seed, changes=changes)
+    runs = load(tmp_path / "runs").runs
+    assert list(runs.baseline) == ["running_mean", "running_mean decay=0.5"]
+    assert list(runs.arm) == ["running mean, N=4", "running mean decay=0.5, N=4"]
+    assert [arms.label(name) for name in runs.baseline] == ["running mean", "running mean decay=0.5"]
+    assert all(arms.colour(name).startswith("#") and arms.marker(name) for name in runs.baseline)
+    (folder / "broken.yaml").write_text("- a list\n")
+    with pytest.raises(RunError, match="broken.yaml is no baseline"):
+        load(tmp_path / "runs")
+
+
+def test_what_is_known_of_an_arm_agrees_with_its_baseline():
+    """A baseline may declare whether it is unbiased; figures must not say otherwise."""
+    for name, shipped in arms.shipped_baselines().items():
+        declared = getattr(pydoc.locate(shipped["_target_"]), "unbiased", None)
+        assert name not in arms.ARMS or declared in (None, arms.is_unbiased(name)), name
+
+
+def test_labels_of_arms_keep_their_arguments():
+    assert arms.label("otb_carry", 4) == "OTB (carry), N=4" and arms.label("otb tail=own") == "OTB tail=own"
+    assert arms.label("TRL: their_run", float("nan")) == "TRL: their_run"
 
 
 def test_a_row_per_run_and_step_with_evaluations_joined(tmp_path):
@@ -189,15 +242,3 @@ def test_an_empty_or_missing_folder_says_how_to_get_runs(tmp_path):
 def test_a_single_run_folder_loads(tmp_path):
     loaded = load(write_run(tmp_path))
     assert list(loaded.runs.run) == ["otb-n4-seed0"] and loaded.directory("otb-n4-seed0").exists()
-
-
-def test_loading_scales_to_many_runs(tmp_path):
-    # 1,000 runs x 500 steps take about 6 s cold and 0.3 s warm; a twentieth of that is tried here, with slack.
-    for seed in range(50):
-        write_run(tmp_path, seed=seed, steps=500)
-    started = time.perf_counter()
-    load(tmp_path)
-    cold = time.perf_counter() - started
-    started = time.perf_counter()
-    load(tmp_path)
-    assert cold < 3 and time.perf_counter() - started < 1

@@ -1,5 +1,7 @@
 """Statistics with known answers on tiny tables, and the coverage of the intervals on simulated data."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,6 +9,7 @@ from scipy import stats
 
 from analysis.curves import on_one_grid
 from analysis.intervals import (
+    Interval,
     bootstrap,
     curve_interval,
     difference,
@@ -22,7 +25,6 @@ from analysis.stability import collapse_step, drawdown, surges, trailing_mean
 from analysis.token_consumption import (
     Consumption,
     horizon,
-    kaplan_meier,
     log_rank,
     median_tokens,
     restricted_mean,
@@ -42,15 +44,19 @@ def arm(*runs) -> Consumption:
 
 def test_iqm_cuts_a_quarter_at_each_end():
     assert iqm([100.0, 2.0, 3.0, -50.0]) == 2.5  # of 4 values one goes at each end
-    assert iqm([1.0, 2.0, 6.0]) == 3.0  # below 4 it is the mean
+    assert iqm([1, 2, 6]) == 3.0  # below 4 it is the mean
     values = np.random.default_rng(0).normal(size=(13, 3))
-    assert iqm(values) == pytest.approx(stats.trim_mean(values, 0.25, axis=0))
+    assert iqm(values) == pytest.approx(np.sort(values, axis=0)[3:10].mean(axis=0))
+    assert iqm(values.T, axis=1) == pytest.approx(iqm(values))
 
 
 def test_probability_of_improvement_counts_pairs_and_half_of_ties():
     # pairs (1,1) tie, (1,0) win, (0,1) loss, (0,0) tie: (0.5 + 1 + 0 + 0.5) / 4
     assert probability_of_improvement([1, 0], [1, 0]) == 0.5
     assert probability_of_improvement([3, 2], [1, 2]) == (1 + 1 + 1 + 0.5) / 4
+    assert probability_of_improvement([2, 2], [2, 2, 2]) == 0.5
+    columns = probability_of_improvement(np.array([[1, 3], [0, 2]]), np.array([[1, 1], [0, 2]]))
+    assert columns.tolist() == [0.5, 0.875]  # the seeds are axis 0; every other axis is kept
 
 
 def test_an_improvement_in_every_pair_is_not_certain():
@@ -67,9 +73,24 @@ def test_the_bootstrap_is_seeded_and_refuses_an_empty_stratum():
         bootstrap([[]], iqm)
 
 
+def test_a_statistic_that_mixes_the_resamples_is_refused():
+    with pytest.raises(ValueError, match="Reduce axis 0 alone"):
+        bootstrap([[1.0, 2.0, 3.0]], np.mean)
+
+
+def test_all_resamples_at_once_are_what_a_loop_over_them_gives():
+    values, rng = np.random.default_rng(3).normal(size=7), np.random.default_rng(5)
+    drawn = [iqm(values[rng.integers(0, 7, 7)]) for _ in range(400)]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    factor = stats.t.ppf(0.975, 6) / stats.norm.ppf(0.975) * np.sqrt(7 / 6)
+    estimate = iqm(values)
+    expected = Interval(estimate, estimate + factor * (low - estimate), estimate + factor * (high - estimate), 7)
+    assert bootstrap([values], iqm, resamples=400, seed=5) == pytest.approx(expected)
+
+
 def test_the_interval_of_a_mean_is_near_students():
     values = np.random.default_rng(1).normal(size=30)
-    found = bootstrap([values], np.mean, resamples=4000)
+    found = bootstrap([values], partial(np.mean, axis=0), resamples=4000)
     low, high = stats.t.interval(0.95, 29, values.mean(), stats.sem(values))
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.05)
 
@@ -77,12 +98,12 @@ def test_the_interval_of_a_mean_is_near_students():
 def test_fewer_than_three_seeds_give_no_interval():
     found = bootstrap([[0.2, 0.4]], iqm)
     assert found.estimate == pytest.approx(0.3) and np.isnan(found.low) and found.seeds == 2
-    assert curve_interval(np.ones((2, 5)))[1] is None
+    assert np.isnan(curve_interval(np.ones((2, 5)))[1:]).all()
 
 
 def test_strata_are_resampled_by_themselves():
     # each stratum is constant, so no resample changes the sum
-    found = bootstrap([[1.0] * 3, [5.0] * 4], lambda a, b: a.mean() + b.mean())
+    found = bootstrap([[1.0] * 3, [5.0] * 4], lambda a, b: a.mean(0) + b.mean(0))
     assert tuple(found[:3]) == (6.0, 6.0, 6.0) and found.seeds == 3
 
 
@@ -186,13 +207,22 @@ def test_tokens_to_target_are_linear_between_evaluations():
     assert tokens_to_target(run, 0.95) == (300.0, False)  # censored at what it consumed
 
 
-def test_kaplan_meier_and_restricted_mean_by_hand():
+def test_restricted_mean_by_hand():
     tokens, reached = np.array([1.0, 2.0, 3.0, 4.0]), np.array([True, False, True, False])
-    times, short = kaplan_meier(tokens, reached)
-    # at 1: 4 at risk, 3/4 left; at 3: 2 at risk, 3/4 * 1/2
-    assert times.tolist() == [1, 3] and short.tolist() == [0.75, 0.375]
+    # Kaplan-Meier: at 1 there are 4 at risk, 3/4 left; at 3 there are 2 at risk, 3/4 * 1/2
     assert restricted_mean(tokens, reached, 4.0) == pytest.approx(1 + 2 * 0.75 + 1 * 0.375)
     assert restricted_mean(tokens, np.ones(4, bool), 10.0) == pytest.approx(2.5)  # uncensored: the mean
+
+
+def test_restricted_mean_is_the_area_under_the_curve_of_scipy():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 9, (6, 50)).astype(float)  # with many ties
+    reached = rng.random((6, 50)) < 0.6
+    for limit in (3.0, 5.5, 20.0):
+        edges = np.append(np.arange(0, limit), limit)  # the curve drops at whole numbers alone
+        for column, area in enumerate(restricted_mean(tokens, reached, limit)):
+            data = stats.CensoredData.right_censored(tokens[:, column], ~reached[:, column])
+            assert area == pytest.approx((stats.ecdf(data).sf.evaluate(edges[:-1]) * np.diff(edges)).sum())
 
 
 def test_a_run_that_never_arrives_is_not_dropped():

@@ -6,7 +6,6 @@ reading them would be another error.
 
 import importlib.util
 import json
-import os
 import shutil
 
 import pytest
@@ -148,13 +147,9 @@ def test_settings_that_make_no_sense_are_refused(given, tmp_path, log):
         "WORLD_SIZE=2 prompts_per_step=3 group_size=1",
     ],
 )
-def test_the_command_as_typed_refuses_within_two_seconds(given, tmp_path):
-    """Of the processor: other tests or a busy machine may stretch the time on the clock."""
+def test_the_command_as_typed_refuses_before_it_imports_anything_heavy(given, tmp_path):
     arguments, environment = split(given)
-    before = os.times()
-    done = commands.run_command_line([*arguments, f"runs_dir={tmp_path}"], **environment)
-    after = os.times()
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
+    done = commands.run_light([*arguments, f"runs_dir={tmp_path}"], **environment)
     assert_refused(done.returncode, done.stderr, SETTINGS[given])
     assert done.stdout == ""
 

@@ -12,6 +12,7 @@ import torch
 from otb.baselines.energy_probe import EnergyProbe
 from otb.rollouts import RolloutGroups
 from tests.support.groups import seen_by
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,18 +29,20 @@ def naive_otb(rows):
     return result
 
 
-def run_ranks(what, tmp_path, tokenizer):
-    tokenizer.save_pretrained(tmp_path / "policy")  # beside the weights that the fixture wrote
+@pytest.fixture(scope="module")
+def trained(policy, tmp_path_factory) -> Path:
+    """What two ranks wrote: a folder for each of their trainings, see tests/support/distributed_worker.py."""
+    folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.support.distributed_worker", what, str(tmp_path / "policy"), str(tmp_path)]
-    environment = os.environ | {"OTB_TEST_OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    command += ["-m", "tests.support.distributed_worker", str(policy), str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
+    return folder
 
 
-def test_groups_that_span_ranks_get_the_same_advantages_as_naive_loops(tmp_path, untrained, tokenizer):
-    run_ranks("otb", tmp_path, tokenizer)
-    rows = [row for rank in (0, 1) for row in json.loads((tmp_path / f"rank{rank}.json").read_text())]
+def test_groups_that_span_ranks_get_the_same_advantages_as_naive_loops(trained):
+    rows = [row for rank in (0, 1) for row in json.loads((trained / "otb" / f"rank{rank}.json").read_text())]
     assert len(rows) == 12
     for start in (0, 4, 8):
         group = rows[start : start + 4]
@@ -47,14 +50,13 @@ def test_groups_that_span_ranks_get_the_same_advantages_as_naive_loops(tmp_path,
             assert max(abs(a - b) for a, b in zip(row["advantages"], expected, strict=True)) < 1e-4
 
 
-def test_probe_of_two_ranks_is_that_of_one_process_that_sees_all_rollouts(tmp_path, untrained, tokenizer):
-    run_ranks("probe", tmp_path, tokenizer)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+def test_probe_of_two_ranks_is_that_of_one_process_that_sees_all_rollouts(trained):
+    ranks = [torch.load(trained / "probe" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
     assert ranks[0]["state"].keys() == ranks[1]["state"].keys()
     for name, value in ranks[0]["state"].items():
         assert torch.equal(value, ranks[1]["state"][name]), name
-    saved = torch.load(tmp_path / "checkpoint-2" / "baseline.pt", weights_only=True)
+    saved = torch.load(trained / "probe" / "checkpoint-2" / "baseline.pt", weights_only=True)
     assert all(torch.equal(value, saved[name]) for name, value in ranks[0]["state"].items())
 
     alone = EnergyProbe(group_correction=True)
@@ -71,11 +73,10 @@ def test_probe_of_two_ranks_is_that_of_one_process_that_sees_all_rollouts(tmp_pa
         torch.testing.assert_close(value, saved[name], msg=name)
 
 
-def test_gradient_noise_of_two_ranks_is_that_of_all_their_groups(tmp_path, untrained, tokenizer):
-    run_ranks("noise", tmp_path, tokenizer)
-    gradients = torch.cat([torch.load(tmp_path / f"gradients-rank{rank}.pt") for rank in (0, 1)]).double()
+def test_gradient_noise_of_two_ranks_is_that_of_all_their_groups(trained):
+    gradients = torch.cat([torch.load(trained / "noise" / f"gradients-rank{rank}.pt") for rank in (0, 1)]).double()
     batches = gradients.view(4, 2, -1).mean(1)  # two ranks x two micro-batches, of two groups each
     small, large = batches.square().sum(1).mean(), gradients.mean(0).square().sum()
-    logged = json.loads((tmp_path / "metrics.json").read_text())
+    logged = json.loads((trained / "noise" / "metrics.json").read_text())
     assert logged["gradient_noise"] == pytest.approx(float((small - large) / (1 / 2 - 1 / 8)), rel=1e-3)
     assert logged["gradient_signal"] == pytest.approx(float((8 * large - 2 * small) / 6), rel=1e-3, abs=1e-6)

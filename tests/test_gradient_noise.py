@@ -104,9 +104,7 @@ def test_measured_noise_is_that_of_the_gradients_of_single_groups(tmp_path, untr
         assert row["verl_noise"] == pytest.approx((row["verl_power"] - row["grad_norm"] ** 2) / 15)
 
 
-def test_verl_power_is_the_power_where_a_rollout_has_one_advantage_and_another_where_it_has_many(
-    tmp_path, untrained, tokenizer
-):
+def test_verl_power_is_the_power_where_a_rollout_has_one_advantage_and_not_where_many(tmp_path, untrained, tokenizer):
     for baseline, equal in ((grpo, True), (otb, False)):
         row = trained(tmp_path, copy.deepcopy(untrained), tokenizer, OTBTrainer, baseline).state.log_history[0]
         assert (row["verl_power"] == pytest.approx(row["total_power"])) == equal

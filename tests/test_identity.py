@@ -1,15 +1,20 @@
-"""Names of run directories: what is typed is what is seen, and no two commands share a directory."""
+"""Names of run directories: what is typed is what is seen, no two commands share one, and docs/runs.md is true."""
+
+import re
 
 import pytest
 from omegaconf import OmegaConf
 
 from experiments.identity import difference, run_path
+from otb import errors
+from otb.records import WHERE_AND_HOW
+from tests.support.commands import ROOT
 
 CHOICES = {"task": "arithmetic", "model": "tiny", "baseline": "otb"}
 
 
-def path(runs_dir, *overrides: str):
-    cfg = OmegaConf.create({"runs_dir": str(runs_dir), "group_size": 4, "seed": 0})
+def path(runs_dir, *overrides: str, overwrite: bool = False):
+    cfg = OmegaConf.create({"runs_dir": str(runs_dir), "group_size": 4, "seed": 0, "overwrite": overwrite})
     return run_path(cfg, list(overrides), CHOICES)
 
 
@@ -86,6 +91,10 @@ def test_a_run_under_the_long_name_that_earlier_versions_gave_it_is_found_again(
     assert path(tmp_path, *command) == new  # an empty folder is no run
     (former / "config.yaml").touch()
     assert path(tmp_path, *command) == former
+    assert path(tmp_path, *command, overwrite=True) == new
+    new.mkdir()
+    (new / "config.yaml").touch()
+    assert path(tmp_path, *command) == new  # it was started anew
     longer = [*command, *(f"trainer.option_number_{i}=1" for i in range(9))]
     cut = f"{former.name}-trainer.option_number_0=1-trainer.option_num-c63bdaed14"
     (folder / cut).mkdir()
@@ -102,3 +111,23 @@ def test_configurations_differ_in_what_identifies_a_run_and_in_nothing_else():
         "model.lora.r: (absent) -> 4",
         "seed: 0 -> 1",
     ]
+
+
+def test_documented_list_of_keys_that_say_only_where_and_how_is_the_one_in_the_code():
+    documented = (ROOT / "docs" / "runs.md").read_text()
+    listed = re.search(r"do not make it another run: (.*?)\. ", documented.replace("\n", " "))[1]
+    assert re.findall(r"`([^`]+)`", listed) == list(WHERE_AND_HOW)
+
+
+def test_documented_names_are_those_of_their_commands():
+    documented = (ROOT / "docs" / "runs.md").read_text()
+    (long,) = re.findall(r"`(model\.name=/models/\S+ .*)` is\n", documented)
+    for command in ("log_energy=True", "baseline.tail=carry learning_rate=1e-3", long):
+        assert f"    {name(*command.split())}\n" in documented
+
+
+def test_documented_exit_codes_are_those_in_the_code():
+    documented = (ROOT / "docs" / "runs.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", documented, flags=re.MULTILINE)
+    codes = {name: value for name, value in vars(errors).items() if name.isupper()}
+    assert {name: int(code) for code, name in rows} == codes

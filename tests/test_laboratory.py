@@ -154,7 +154,7 @@ def test_ratio_of_two_estimators_with_the_same_moments_is_1_in_every_resample():
     assert (twin.relative_noise, twin.relative_noise_low, twin.relative_noise_high) == (1.0, 1.0, 1.0)
 
 
-def test_energy_ratio_is_taken_over_the_prompts_that_have_an_oracle_and_divided_by_the_squared_scale():
+def test_energy_ratio_is_over_prompts_with_an_oracle_and_divided_by_the_squared_scale():
     table = TABLE.assign(energy=np.where(TABLE.prompt == 0, 0.5, np.nan), oracle_energy=0.4)
     found = judged(table).energy_ratio
     assert found["rloo"] == pytest.approx(0.5 / 0.4) and found["half"] == pytest.approx(0.5 / 0.25 / 0.4)
@@ -358,7 +358,7 @@ def test_correlations_on_literals():
     assert np.isnan(correlations([1.0, 1.0], [1.0, 2.0])).all()
 
 
-def test_proxy_table_has_a_row_per_own_token_and_its_quality_is_perfect_where_logits_are_the_parameters():
+def test_proxy_is_perfect_where_logits_are_the_parameters_with_a_row_per_own_token():
     prompts = [prompt_of(drawn) for drawn in POLICY.draw(2, 30, seed=9)]
     table = proxy_table(prompts)
     assert len(table) == sum(int(prompt.lengths.sum()) for prompt in prompts)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.sweeps.local import visible_gpus
+from experiments.hardware import visible_gpus
+from tests.support import commands
 from tests.support.commands import ROOT, arguments, run_command_line, wait_for, without_times
 from tests.support.holds import Hold
 from tests.support.slurm_cluster import job_files
@@ -35,7 +36,7 @@ def killed(policy, tmp_path_factory) -> tuple[Path, str]:
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | hold.environment
     command = [sys.executable, str(ROOT / "experiments" / "run.py"), *given]
     process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for((runs_dir / "s" / "job-00001.json").exists, process)
+    wait_for(lambda: len(job_files(runs_dir / "s")) == 2, process)  # they are written side by side
     run = hold.wait(process, Path(job_files(runs_dir / "s")[1]["run"]).name)
     os.kill(run, signal.SIGKILL)
     hold.release()  # the other run, and this one when it is there again
@@ -48,8 +49,8 @@ def test_a_killed_run_of_a_local_sweep_is_started_again_and_loses_nothing(killed
     runs_dir, printed = killed
     assert [job["starts"] for job in job_files(runs_dir / "s")] == [1, 2]
     assert "1: otb-n2-seed1: done 4/4" in printed and "0: otb-n2-seed0: done 4/4" in printed
-    done = run_command_line(arguments(tmp_path / "alone", model__name=policy, steps=4, seed=1))
-    assert done.returncode == 0, done.stderr
+    code, said = commands.run(arguments(tmp_path / "alone", model__name=policy, steps=4, seed=1), tmp_path / "log")
+    assert code == 0, said
     (alone,) = (tmp_path / "alone").glob("*/*/metrics.jsonl")
     (resumed,) = runs_dir.glob("*/*seed1*/metrics.jsonl")
     assert without_times(resumed) == without_times(alone)

@@ -11,6 +11,7 @@ import pytest
 
 from otb.tasks.maths import BOXED, Maths, last_assistant_text, prompt_messages, reference
 from otb.tasks.rows import Source
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -304,7 +305,13 @@ def test_local_rows_never_touch_the_network(tmp_path):
     )
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment["HF_HOME"] = str(tmp_path / "home")
-    subprocess.run([sys.executable, "-c", code, tmp_path / "gsm8k"], cwd=ROOT, env=environment, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "gsm8k"],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+    )
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -373,7 +380,7 @@ def hub(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     return fetched
 
 
@@ -400,7 +407,7 @@ def test_prefetch_reports_what_it_could_not_fetch_and_goes_on(hub, capsys):
 def test_prefetch_is_refused_offline(hub, monkeypatch, capsys):
     from experiments.prefetch import main
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["--model", "a/b"]) == 1
     assert hub == [] and "HF_HUB_OFFLINE=0" in capsys.readouterr().err
 

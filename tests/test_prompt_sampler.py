@@ -3,7 +3,7 @@
 from collections import Counter
 from itertools import islice
 
-from experiments.run_trainer import PromptSampler
+from experiments.prompt_sampler import PromptSampler
 
 
 def sampler(**changed):

@@ -1,31 +1,14 @@
 """The commands of the README, typed as a user types them: the default run, a sweep, real data, --help."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def command(*arguments, cwd=ROOT, environment=None, timeout=400):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "experiments" / "run.py"), *map(str, arguments)],
-        cwd=cwd,
-        env=os.environ | (environment or {}),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.support import commands
+from tests.support.commands import ROOT, rows, run_command_line, run_light
 
 
 def run_directories(runs: Path) -> list[Path]:
@@ -33,7 +16,7 @@ def run_directories(runs: Path) -> list[Path]:
 
 
 def test_default_run_lifts_held_out_accuracy_by_a_quarter_and_leaves_a_picture(tmp_path):
-    done = command(f"runs_dir={tmp_path}")
+    done = run_command_line([f"runs_dir={tmp_path}"])
     assert done.returncode == 0, done.stderr[-3000:]
     (directory,) = run_directories(tmp_path)
     assert directory.relative_to(tmp_path) == Path("arithmetic-tiny/otb-n4-seed0")
@@ -46,17 +29,15 @@ def test_default_run_lifts_held_out_accuracy_by_a_quarter_and_leaves_a_picture(t
 
 
 def test_sweep_leaves_comparable_runs_that_saw_the_same_prompts_and_a_table(tmp_path):
-    done = command(
-        "-m", "baseline=otb,grpo", "group_size=2,4", "steps=2", "task.eval_prompts=8", "rollouts.every=1",
-        "rollouts.groups=16", f"runs_dir={tmp_path}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    directories = run_directories(tmp_path)
+    """In one process; tests/test_local_sweep.py has the default launcher, with a process for each run."""
+    given = ["-m", "hydra/launcher=basic", "baseline=otb,grpo", "group_size=2,4", "steps=2", "task.eval_prompts=8"]
+    given += ["rollouts.every=1", "rollouts.groups=16", f"runs_dir={tmp_path / 'runs'}"]
+    code, printed = commands.run(given, tmp_path / "log")
+    assert code == 0, printed
+    directories = run_directories(tmp_path / "runs")
     names = ["grpo-n2-seed0", "grpo-n4-seed0", "otb-n2-seed0", "otb-n4-seed0"]
     assert [path.name.removesuffix("-task.eval_prompts=8") for path in directories] == names
-    assert all(name.split("-")[0] in done.stdout for name in names)
-    import pandas as pd
-
+    assert all(f"│ {name}" in printed for name in names)
     prompts, before = [], set()
     for directory in directories:
         kept = pd.read_parquet(directory / "rollouts" / "step-00000002.parquet")
@@ -69,11 +50,10 @@ def test_sweep_leaves_comparable_runs_that_saw_the_same_prompts_and_a_table(tmp_
 def test_gsm8k_rows_run_through_the_whole_path(shared, tmp_path):
     """The tiny policy scores about 0 on them: the point is that the path is real."""
     shutil.copytree(shared / "data" / "gsm8k", tmp_path / "gsm8k")
-    done = command(
-        "task=gsm8k", f"task.path={tmp_path / 'gsm8k'}", "task.max_eval_rows=8", "task.max_completion_length=32",
-        "steps=1", "prompts_per_step=4", f"runs_dir={tmp_path / 'runs'}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    given = ["task=gsm8k", f"task.path={tmp_path / 'gsm8k'}", "task.max_eval_rows=8", "task.max_completion_length=32"]
+    given += ["steps=1", "prompts_per_step=4", f"runs_dir={tmp_path / 'runs'}"]
+    code, printed = commands.run(given, tmp_path / "log")
+    assert code == 0, printed
     (directory,) = run_directories(tmp_path / "runs")
     (row,) = rows(directory / "metrics.jsonl")
     assert row["own_tokens"] > 0 and 0 <= row["reward_mean"] <= 1
@@ -92,17 +72,12 @@ def test_gsm8k_rows_run_through_the_whole_path(shared, tmp_path):
         (["group_size=0"], 2),
     ],
 )
-def test_help_configuration_and_refusals_answer_within_two_seconds(arguments, exit_code, tmp_path):
-    seconds = []
-    for _ in range(3):  # other tests share the cores
-        started = time.perf_counter()
-        assert command(*arguments, cwd=tmp_path).returncode == exit_code
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 2.0
+def test_help_configuration_and_refusals_answer_before_anything_heavy_is_imported(arguments, exit_code, tmp_path):
+    assert run_light(arguments, cwd=tmp_path).returncode == exit_code
 
 
 def test_help_names_every_choice():
-    text = command("--help").stdout
+    text = run_command_line(["--help"]).stdout
     for group in ("baseline", "task", "model", "experiment"):
         for path in (ROOT / "conf" / group).glob("*.yaml"):
             assert path.stem in text

@@ -8,6 +8,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from analysis.runs import show
+from analysis.runs.samples import read_samples
+from analysis.runs.token_colours import background, largest
 from otb.records import RunDirectory
 
 
@@ -32,7 +34,7 @@ def run(tmp_path):
 
 def shown(run, step=None, by="advantage", colour=False):
     console = Console(file=io.StringIO(), width=80, force_terminal=colour, color_system="truecolor" if colour else None)
-    show.show_group(console, show.read_samples(run, step), 0, by)
+    show.show_group(console, read_samples(run.path, step, failed=True), 0, by)
     return console.file.getvalue()
 
 
@@ -52,18 +54,26 @@ def test_lines_fit_80_columns_and_no_token_can_move_the_cursor_or_mean_markup(ru
 
 
 def test_tokens_are_coloured_by_advantage_or_by_the_energy_they_add(run):
-    rollout = show.read_samples(run, None).iloc[0]
+    rollout = read_samples(run.path).iloc[0]
     assert show.token_values(rollout, "advantage") == [0.5, 0.25, 0.125, 0.0]
     assert show.token_values(rollout, "energy") == [0.5, 0.5, 0.25, 1.0]
     by_advantage, by_energy = shown(run, colour=True), shown(run, by="energy", colour=True)
-    assert "48;2;200;30;30mcall" in by_advantage  # -1, the largest of the group, in full red
-    assert "48;2;30;80;200mend" in by_energy  # 2, the largest of the group, in full blue
+    assert "48;2;86;180;233mcall" in by_advantage  # -1, the largest of the group, in full blue
+    assert "48;2;0;158;115mend" in by_energy  # 2, the largest of the group, in full green
     assert "48;2;255;255;255m[bold]2" in by_advantage  # 0 is white
+
+
+def test_colours_go_from_white_to_the_full_colour_of_the_largest_value():
+    assert background(0.0, 2.0) == background(0.0, 0.0) == (255, 255, 255)
+    assert background(2.0, 2.0) == (230, 159, 0) and background(-2.0, 2.0) == (86, 180, 233)
+    assert background(1.0, 2.0) == (242, 207, 128)  # half way: 255 - (255 - 230) / 2, ...
+    assert background(2.0, 2.0, "energy") == (0, 158, 115)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_stands_out(value):
-    assert show.shade(value, "advantage").reverse
+    assert show.style_of(value, 1.0, "advantage").reverse
+    assert largest([[value, -0.5], [0.25]]) == 0.5
 
 
 def test_an_earlier_step_can_be_chosen_and_a_missing_one_lists_those_there_are(run, capsys):
@@ -76,7 +86,8 @@ def test_the_rollouts_of_all_processes_of_a_failed_step_are_shown(run):
     for name, prompt in (("failed-00000041", 0), ("failed-00000041-rank1", 1)):
         rows = pd.read_parquet(run.rollouts / "step-00000040.parquet").assign(step=41, prompt=prompt)
         rows.to_parquet(run.rollouts / f"{name}.parquet")
-    assert sorted(set(show.read_samples(run, None)["prompt"])) == [0, 1]
+    assert sorted(set(read_samples(run.path, failed=True)["prompt"])) == [0, 1]
+    assert set(read_samples(run.path)["step"]) == {40}  # figures of a run draw what it kept on purpose
 
 
 def test_what_cannot_be_shown_is_said(run, capsys, tmp_path):
@@ -87,5 +98,5 @@ def test_what_cannot_be_shown_is_said(run, capsys, tmp_path):
     samples = pd.read_parquet(run.rollouts / "step-00000040.parquet").assign(energies=None)
     samples.to_parquet(run.rollouts / "step-00000040.parquet")
     assert show.main([str(run.path), "--by", "energy"]) == 2
-    assert "measured no energies. Use a baseline with energy, or log_energy=true" in capsys.readouterr().err
+    assert "hold no energies: their baseline needs none. Run again with log_energy=true" in capsys.readouterr().err
     assert show.main([str(run.path)]) == 0

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,14 +14,18 @@ import pytest
 from experiments.sweeps.snapshot import code_files
 from otb.records import RunDirectory
 from tests.support import commands
-from tests.support.commands import ROOT, arguments, rows, wait_for
+from tests.support.commands import ROOT, arguments, rows, without_times
+from tests.support.holds import Hold
 from tests.support.slurm_cluster import Cluster, job_files
-from tests.test_resume import without_times
+from tests.support.waiting import wait_for
 
-CPUS = 4  # more than there may be: the runs mostly sleep
-SEEDS = (0, 1, 2, 3)
-PREEMPTED, REQUEUED, KILLED_SUPERVISOR, KILLED = SEEDS, 1, 2, 3  # at first, and later again
+CPUS = 4  # more than there may be: the runs mostly wait
+LOOK = 0.3  # seconds between two looks at SLURM
+SEEDS = (0, 1, 2)  # all of them are preempted first, and later
+REQUEUED, KILLED_SUPERVISOR, KILLED = SEEDS
 LIMITED = 4  # hits its time limit
+# Warned a minute after its start or sooner, with ten minutes to write its checkpoint: enough on any machine.
+LIMIT = ["hydra.launcher.timeout_min=11", "hydra.launcher.signal_delay_s=600"]
 PROGRAMS = ("slurmctld", "slurmd", "munged")
 
 
@@ -44,27 +47,32 @@ def cluster(tmp_path_factory):
 def sweeps(cluster, policy, tmp_path_factory) -> dict:
     """Sweeps that are sent all at once, so that they share the waiting; their runs are disturbed in turn.
 
-    -> runs_dir, and what was seen on the way.
+    A run holds after its third step, and where it was disturbed there, once more after its fifth, until something has
+    happened to it. -> runs_dir, and what was seen on the way.
     """
     runs_dir = tmp_path_factory.mktemp("slurm") / "runs"
+    twice = Hold(runs_dir.parent / "hold", "row 3", "row 5")
+    once = Hold(runs_dir.parent / "hold", "row 3")
     seen = {"runs_dir": runs_dir}
 
     def send(name: str, *given: str, **extra: str):
-        common = [f"model.name={policy}", "wait=false", "hydra.launcher.signal_delay_s=30", f"sweep={name}"]
+        common = [f"model.name={policy}", "wait=false", f"sweep={name}"]
         seen[name] = cluster.sweep(runs_dir, *common, *given, **extra)
         assert seen[name].returncode == 0, seen[name].stdout + seen[name].stderr
         return [RunDirectory(job["run"]) for job in job_files(runs_dir / name)]
 
     seeds = f"seed={','.join(map(str, SEEDS))}"
-    runs = send("main", seeds, OTB_TEST_STEP_SECONDS="1")
+    runs = send("main", seeds, **twice.environment)
+    names = [run.path.name for run in runs]
     seen["held"] = send_and_edit(cluster, policy, runs_dir)
-    preempt(cluster, [runs[seed] for seed in PREEMPTED], seen)
+    wait_for(lambda: twice.held().keys() >= set(names), every=LOOK)
+    seen["preempted"] = preempt(cluster, runs)
     (runs_dir / "broken").touch()
     broken = {"OTB_TEST_FAILING_RANK": "1", "OTB_TEST_FAILING_FILE": str(runs_dir / "broken")}
     send("ranks", "steps=2", "seed=10", "hydra.launcher.tasks_per_node=2", **broken)
-    send("limited", f"seed={LIMITED}", "hydra.launcher.timeout_min=1", OTB_TEST_STEP_SECONDS="6")
+    send("limited", f"seed={LIMITED}", *LIMIT, **once.environment)
     send("mixed", "group_size=1", "task.train_prompts=10,2", "steps=1", "baseline=otb,grpo")
-    cancelled = send("cancelled", "seed=11", OTB_TEST_STEP_SECONDS="1")[0]
+    (cancelled,) = send("cancelled", "seed=11", **once.environment)
     local, seen["local"] = start_locally(policy, runs_dir.parent / "local")
     seen["first"] = seen["main"].stdout
     send("main", seeds)
@@ -72,38 +80,40 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
     def job(sweep: str, number: int = 0) -> dict:
         return job_files(runs_dir / sweep)[number]
 
+    def requeue() -> None:
+        cluster.script("restart-controller")
+        seen["midway"] = cluster.status(runs_dir / "main")
+        cluster.command("scontrol", "requeue", job("main", REQUEUED)["job"])
+        twice.release(names[REQUEUED])
+
     def kill_supervisor() -> None:
-        for process in supervisors(job("main", KILLED_SUPERVISOR)):
-            process.kill()
+        (supervisor,) = supervisors(runs_dir / "main", job("main", KILLED_SUPERVISOR))
+        supervisor.kill()
+        twice.release(names[KILLED_SUPERVISOR])
+
+    def kill() -> None:
+        os.kill(twice.held()[names[KILLED]], signal.SIGKILL)
+        twice.release(names[KILLED])
 
     def send_ranks_again() -> None:
         seen["failed ranks"] = job("ranks")
         (runs_dir / "broken").unlink()
         seen["resubmitted"] = cluster.status(runs_dir / "ranks", "--resubmit")
 
-    def kill() -> None:
-        os.kill(json.loads((runs[KILLED].path / "lock.json").read_text())["pid"], signal.SIGKILL)
-
     disturbances = [
-        (
-            lambda: training(runs[REQUEUED]),
-            lambda: cluster.command("scontrol", "requeue", job("main", REQUEUED)["job"]),
-        ),
-        (lambda: training(runs[KILLED]), kill),
-        (lambda: training(runs[KILLED_SUPERVISOR]), kill_supervisor),
-        (lambda: training(cancelled), lambda: cluster.command("scancel", job("cancelled")["job"])),
-        (lambda: job("ranks")["error"] and not in_queue(cluster, job("ranks")), send_ranks_again),
+        (lambda: names[REQUEUED] in twice.held(), requeue),
+        (lambda: names[KILLED] in twice.held(), kill),
+        (lambda: names[KILLED_SUPERVISOR] in twice.held(), kill_supervisor),
+        (lambda: cancelled.path.name in once.held(), lambda: cluster.command("scancel", job("cancelled")["job"])),
+        (lambda: job("ranks")["error"] and not in_queue(cluster, job("ranks")["job"]), send_ranks_again),
     ]
     while disturbances:
-        wait_for(lambda: any(ready() for ready, _ in disturbances), 120)
+        wait_for(lambda: any(ready() for ready, _ in disturbances), every=LOOK)
         ready, disturb = next(pair for pair in disturbances if pair[0]())
         disturb()
         disturbances.remove((ready, disturb))
-        if "midway" not in seen:
-            cluster.script("restart-controller")
-            seen["midway"] = cluster.status(runs_dir / "main")
-    wait_for(lambda: not cluster.queue(), 200)
-    local.join(120)
+    wait_for(lambda: not cluster.queue(), every=LOOK)
+    commands.join(local)
     assert local.exitcode == 0, (seen["local"] / "log").read_text()
     return seen
 
@@ -133,8 +143,8 @@ def send_and_edit(cluster: Cluster, policy: Path, runs_dir: Path) -> str:
     return sent
 
 
-def in_queue(cluster: Cluster, job: dict) -> bool:
-    return any(line.startswith(f"{job['job']} ") for line in cluster.queue())
+def in_queue(cluster: Cluster, job: str) -> bool:
+    return any(line.startswith(f"{job} ") for line in cluster.queue())
 
 
 @pytest.fixture(scope="module")
@@ -143,25 +153,24 @@ def undisturbed(sweeps) -> Path:
     return sweeps["local"]
 
 
-def training(run: RunDirectory) -> bool:
-    """At work past its first checkpoint, so that there is something to lose, and not near its end."""
-    return (run.path / "lock.json").exists() and 2 <= len(rows(run.metrics_file)) <= 4
+def preempt(cluster: Cluster, runs: list[RunDirectory]) -> list[tuple[int, list]]:
+    """An urgent job takes all CPUs until the runs have left -> for each the step it came to, and its discarded rows."""
+    done = runs[0].path.parents[2] / "preempted"
+    wrap = f"--wrap=while [ ! -e {done} ]; do sleep 0.2; done"
+    cluster.command("sbatch", "--partition=urgent", f"--ntasks={CPUS}", "--output=/dev/null", wrap)
+    wait_for(lambda: all(run.status()["state"] == "interrupted" for run in runs), every=LOOK)
+    preempted = [(run.status()["step"], rows(run.discarded_file)) for run in runs]
+    done.touch()
+    return preempted
 
 
-def preempt(cluster: Cluster, runs: list[RunDirectory], seen: dict) -> None:
-    wait_for(lambda: all(map(training, runs)), 120)
-    cluster.command("sbatch", "--partition=urgent", f"--ntasks={CPUS}", "--output=/dev/null", "--wrap=sleep 1")
-    wait_for(lambda: all(run.status()["state"] == "interrupted" for run in runs))
-    seen["preempted"] = [(run.status()["step"], rows(run.discarded_file)) for run in runs]
-
-
-def supervisors(job: dict) -> list[psutil.Process]:
-    """The process in a SLURM job that watches over the run."""
+def supervisors(folder: Path, job: dict) -> list[psutil.Process]:
+    """The process in a SLURM job of this sweep that watches over the run."""
     array, index = job["job"].split("_")
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "slurm.job" in (process.info["cmdline"] or ())
+        if {"slurm.job", str(folder)} <= set(process.info["cmdline"] or ())
         and process.environ().get("SLURM_ARRAY_JOB_ID") == array
         and process.environ().get("SLURM_ARRAY_TASK_ID") == index
     ]
@@ -188,9 +197,11 @@ def test_a_disturbed_run_ends_with_the_metrics_of_an_undisturbed_one(sweeps, und
 
 
 def test_a_preempted_run_wrote_a_checkpoint_at_the_next_boundary_and_lost_no_step(sweeps):
-    for step, discarded in sweeps["preempted"]:
-        assert 2 <= step < 6 and not discarded
-    assert not rows(the_run(sweeps["runs_dir"], PREEMPTED[0]).discarded_file)
+    assert sweeps["preempted"] == [(3, [])] * len(SEEDS)
+
+
+def test_a_requeued_run_lost_no_step(sweeps):
+    assert not rows(the_run(sweeps["runs_dir"], REQUEUED).discarded_file)
 
 
 def test_a_run_at_its_time_limit_is_requeued_and_lost_no_step(sweeps):
@@ -205,7 +216,7 @@ def test_a_killed_process_is_started_again_in_the_same_job(sweeps):
 
 
 def test_a_sweep_submitted_twice_runs_once(sweeps):
-    assert "4 of 4 runs sent" in sweeps["first"] and "0 of 4 runs sent" in sweeps["main"].stdout
+    assert "3 of 3 runs sent" in sweeps["first"] and "0 of 3 runs sent" in sweeps["main"].stdout
     assert len(list((sweeps["runs_dir"] / "main" / "submissions").iterdir())) == 1
 
 
@@ -216,14 +227,14 @@ def test_status_shows_a_row_per_run_while_they_run_and_afterwards(cluster, sweep
     assert code == 0
     for seed in SEEDS:
         assert f"otb-n2-seed{seed}" in printed
-    assert "4 done" in printed and "6/6" in printed
+    assert "3 done" in printed and "6/6" in printed
 
 
 def test_a_finished_sweep_is_not_sent_again(cluster, policy, sweeps):
     seeds = f"seed={','.join(map(str, SEEDS))}"
     done = cluster.sweep(sweeps["runs_dir"], f"model.name={policy}", "sweep=main", seeds)
     assert done.returncode == 0, done.stderr
-    assert "0 of 4 runs sent" in done.stdout and done.stdout.count("finished") == 4
+    assert "0 of 3 runs sent" in done.stdout and done.stdout.count("finished") == 3
 
 
 def test_a_bad_configuration_fails_alone_with_its_reason_and_is_not_retried(cluster, sweeps):
@@ -260,8 +271,8 @@ def test_what_failed_can_be_sent_again_as_it_was_sent(cluster, sweeps):
     assert json.loads(RunDirectory(job["run"]).environment_file.read_text())["processes"] == 2
 
 
-def test_two_hundred_runs_are_sent_as_one_array_within_twenty_seconds_without_torch(cluster, tmp_path):
-    started = time.monotonic()
+def test_two_hundred_runs_are_sent_as_one_array_without_torch(cluster, tmp_path):
+    """benchmarks/startup.py has the seconds."""
     seeds = ",".join(map(str, range(50)))
     code = (
         "import sys; from experiments.run import command_line\n"
@@ -271,11 +282,9 @@ def test_two_hundred_runs_are_sent_as_one_array_within_twenty_seconds_without_to
     words = ["-m", "hydra/launcher=slurm_cpu", "baseline=otb,grpo", "group_size=4,8", f"seed={seeds}", "wait=false"]
     words += [f"runs_dir={tmp_path}/runs", "+hydra.launcher.additional_parameters.hold=true", "sweep=large"]
     printed = cluster.command(sys.executable, "-c", code, *words)
-    seconds = time.monotonic() - started
     cluster.command("scancel", "--me")
     assert "200 of 200 runs sent as job" in printed and printed.endswith("False False False\n")
     assert "," not in printed.split("as job ")[1].split(",")[0]
-    assert seconds < 20
 
 
 def test_queued_runs_use_the_code_that_was_submitted(cluster, sweeps):
@@ -289,5 +298,5 @@ def test_status_without_slurm_reads_the_run_directories(sweeps):
     command = [sys.executable, "-m", "slurm.status", str(sweeps["runs_dir"] / "main")]
     variables = os.environ | {"PATH": "/nonexistent", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "4 done" in done.stdout, done.stderr
+    assert done.returncode == 0 and "3 done" in done.stdout, done.stderr
     assert "SLURM does not answer" in done.stdout

@@ -17,7 +17,7 @@ from experiments.run_lock import machine
 from experiments.sweeps.jobs import Job, load_jobs, may_restart, reason_in, sweep_arguments
 from experiments.sweeps.plan import Composer
 from experiments.sweeps.snapshot import take_snapshot
-from experiments.sweeps.state import STALE_SECONDS, Queued, state_of
+from experiments.sweeps.state import STALE_AFTER_SECONDS, Queued, state_of
 from otb.errors import RunError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,9 +109,9 @@ RUNNING, PENDING = Queued("71_0", "RUNNING"), Queued("71_0", "PENDING", "Resourc
 def test_a_run_is_judged_by_its_directory_first_and_by_the_queue_second(tmp_path, what, queued, queue, expected):
     run = tmp_path / "otb-n4-seed0"
     if what == "beats":
-        lock(run, age=STALE_SECONDS / 10)
+        lock(run, age=STALE_AFTER_SECONDS / 10)
     if what == "silent":
-        lock(run, age=STALE_SECONDS * 10)
+        lock(run, age=STALE_AFTER_SECONDS * 10)
     if what == "dead here":
         lock(run, machine=machine(), pid=2**22 + 1)
     if what in ("beats", "silent", "dead here"):
@@ -127,7 +127,7 @@ def test_a_run_of_long_steps_is_stale_only_after_ten_of_them(tmp_path):
     status(tmp_path, "running")
     rows = [{"step": step, "seconds_step": 60.0} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lock(tmp_path, age=400)  # more than STALE_SECONDS
+    lock(tmp_path, age=400)  # more than STALE_AFTER_SECONDS
     found = state_of(Job(0, str(tmp_path), steps=6))
     assert (found.state, found.step, found.seconds_left) == ("running", 3, 180.0)
     lock(tmp_path, age=4000)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,16 +21,10 @@ from trl.chat_template_utils import (
 from otb.policies.tiny_policy import END, PAD, TOOL_TAGS, build_model, build_tokenizer
 from otb.policies.warm_start import WarmStart, default_cache_dir, encode, recipe_key, warm_start
 from otb.tasks.arithmetic import Arithmetic
+from tests.support import commands
+from tests.support.waiting import wait_for
 
 FEW_STEPS = WarmStart(steps=3, careful_steps=2, batch=4)
-BUILD = """
-import sys
-from otb.tasks.arithmetic import Arithmetic
-from otb.policies.warm_start import WarmStart, warm_start
-steps, cache = int(sys.argv[1]), sys.argv[2]
-recipe = WarmStart(steps=steps, careful_steps=2, batch=4)
-print(warm_start(Arithmetic(), recipe, cache, progress=lambda *step: print("step", *step, flush=True)))
-"""
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "print(7+8)"}}</tool_call>'
 
 
@@ -43,16 +33,25 @@ def tokenizer():
     return build_tokenizer()
 
 
-def start_build(steps: int, cache: Path) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parent.parent
-    return subprocess.Popen(
-        [sys.executable, "-c", BUILD, str(steps), str(cache)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=root,
-        env=environment,
-    )
+def build(steps: int, cache: Path, log: Path, hold_at: int | None) -> None:
+    """A warm start that writes its steps and its folder into `log`, a line each, and stops for ever after `hold_at`."""
+
+    def say(what):
+        with open(log, "a") as file:
+            file.write(f"{what}\n")
+
+    def progress(step, steps, loss):
+        say(f"step {step}")
+        if step == hold_at:
+            signal.pause()
+
+    say(warm_start(Arithmetic(), WarmStart(steps=steps, careful_steps=2, batch=4), cache, progress))
+
+
+def start_build(*arguments):
+    process = commands.context.Process(target=build, args=arguments)
+    process.start()
+    return process
 
 
 def weights(folder: Path) -> str:
@@ -174,28 +173,24 @@ def test_recipe_key_follows_what_decides_the_weights():
 
 
 def test_two_processes_at_once_build_one_policy(tmp_path):
-    processes = [start_build(5, tmp_path) for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
-    assert sorted(sum(line.startswith("step") for line in lines) for lines in outputs) == [0, 5]
-    assert outputs[0][-1] == outputs[1][-1]
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    for process in [start_build(5, tmp_path / "cache", log, None) for log in logs]:
+        commands.join(process)
+    lines = [log.read_text().splitlines() for log in logs]
+    assert sorted(map(len, lines)) == [1, 5 + 1]
+    assert lines[0][-1] == lines[1][-1] and lines[0][-1].startswith(str(tmp_path / "cache"))
 
 
 def test_a_killed_warm_start_leaves_a_cache_that_works(tmp_path):
-    recipe = WarmStart(steps=80, careful_steps=2, batch=4)
-    process = start_build(recipe.steps, tmp_path)
-    for line in process.stdout:
-        if line.startswith("step 2 "):
-            break
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    recipe, log = WarmStart(steps=3, careful_steps=2, batch=4), tmp_path / "log"
+    process = start_build(recipe.steps, tmp_path, log, 2)
+    wait_for(lambda: log.exists() and log.read_text().endswith("step 2\n"), process)
+    commands.kill(process)
     partial = tmp_path / f"arithmetic-{recipe_key(Arithmetic(), recipe)}.partial"  # as a kill in mid-save leaves it
     assert not partial.exists() and not list(tmp_path.glob("*/model.safetensors"))
     partial.mkdir()
     (partial / "model.safetensors").write_bytes(b"half")
-    started = time.monotonic()
-    folder = warm_start(Arithmetic(), recipe, tmp_path)
-    assert time.monotonic() - started < 30  # no lock is left behind
+    folder = warm_start(Arithmetic(), recipe, tmp_path)  # would wait for ever if a lock were left behind
     assert not partial.exists()
     AutoModelForCausalLM.from_pretrained(folder)
 

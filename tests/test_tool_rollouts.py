@@ -2,10 +2,7 @@
 
 import copy
 import json
-import os
-import signal
-import time
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,16 +13,17 @@ from otb.errors import RunError
 from otb.policies.warm_start import WarmStart, warm_start
 from otb.records import METRICS
 from otb.rollouts import OwnTokens
-from otb.sandbox import Limits, Result, SandboxFailure
+from otb.sandbox import Result, SandboxFailure
 from otb.sandbox.bubblewrap import Bubblewrap
 from otb.tasks.arithmetic_tools import ArithmeticTools
 from otb.tasks.python_tool import MALFORMED
 from otb.tool_calls import check_tool_template
 from otb.tool_rollouts import CALLS_PER_TURN, SHORTENED
 from tests.support import commands
-from tests.support.sandbox_helpers import needs_bubblewrap
+from tests.support.holds import Hold
+from tests.support.same_runs import assert_same_run
+from tests.support.sandbox_helpers import PATIENT, needs_bubblewrap
 from tests.support.tool_trainers import END, FakeSandbox, answer, call, scripted
-from tests.test_resume import assert_same_run
 
 REPLY = f"\n<|im_start|>user\n<tool_response>%s</tool_response>{END}\n<|im_start|>assistant\n"
 
@@ -128,7 +126,7 @@ def test_chat_templates_of_real_models_serve_too(monkeypatch, tmp_path, untraine
 @needs_bubblewrap
 def test_a_program_that_exits_or_never_ends_is_told_to_the_policy_and_stops_nothing(trained):
     script = [[call("raise SystemExit(3)"), answer(7)], [call("while True: pass"), answer(7)]]
-    with Bubblewrap(Limits(wall_seconds=0.5)) as sandbox:
+    with Bubblewrap(replace(PATIENT, cpu_seconds=0.5)) as sandbox:
         trainer = trained(script, sandbox, max_completion_length=400)
     texts = trainer.texts()
     assert "exit code 3" in texts[0] and "TimeoutError" in texts[1]
@@ -137,21 +135,19 @@ def test_a_program_that_exits_or_never_ends_is_told_to_the_policy_and_stops_noth
 
 
 @needs_bubblewrap
-def test_programs_of_one_turn_run_side_by_side_over_all_rollouts(trained, monkeypatch):
-    seconds, run_many = [], Bubblewrap.run_many
+def test_programs_of_one_turn_are_sent_together_over_all_rollouts(trained, monkeypatch):
+    """The sandbox runs what comes together side by side (tests/test_sandbox.py)."""
+    programs, run_many = [], Bubblewrap.run_many
 
-    def timed(self, codes, limits=None):
-        started = time.monotonic()
-        results = run_many(self, codes, limits)
-        seconds.append((len(codes), time.monotonic() - started))
-        return results
+    def counted(self, codes, limits=None):
+        programs.append(len(codes))
+        return run_many(self, codes, limits)
 
-    script = [[call(f"import time; time.sleep(0.3); print({i})"), answer(7)] for i in range(8)]
-    with Bubblewrap(workers=4) as sandbox:
-        monkeypatch.setattr(Bubblewrap, "run_many", timed)
+    script = [[call(f"print({i})"), answer(7)] for i in range(8)]
+    with Bubblewrap(PATIENT, workers=4) as sandbox:
+        monkeypatch.setattr(Bubblewrap, "run_many", counted)
         trainer = trained(script, sandbox)
-    ((programs, took),) = seconds
-    assert programs == 8 and took < 1.5  # one after another: 2.4 s
+    assert programs == [8]
     assert all(f"<tool_response>{i}</tool_response>" in text for i, text in enumerate(trainer.texts()))
 
 
@@ -310,16 +306,13 @@ def test_a_tool_run_killed_halfway_equals_an_uninterrupted_one(caller, tmp_path)
     whole = commands.the_run(tmp_path / "whole")
     assert sum(row["tool_calls"] for row in commands.rows(whole / "metrics.jsonl")) > 0
 
-    given = arguments(tmp_path / "killed", caller)
-    process = commands.start(given, log)
-    killed = partial(commands.the_run, tmp_path / "killed")
-    commands.wait_for(lambda: any((tmp_path / "killed").glob("*/*/checkpoints/step-00000002")))
-    commands.wait_for(lambda: len(commands.rows(killed() / "metrics.jsonl")) >= 3 or process.exitcode is not None)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    given, hold = arguments(tmp_path / "killed", caller), Hold(tmp_path / "hold", "row 3")
+    process = commands.start(given, log, **hold.environment)
+    hold.wait(process)
+    commands.kill(process)
     code, printed = commands.run(given, log)
     assert code == 0, printed
-    assert_same_run(killed(), whole)
+    assert_same_run(commands.the_run(tmp_path / "killed"), whole)
 
 
 @needs_bubblewrap

@@ -21,6 +21,7 @@ from otb.tasks.maths import Maths
 from otb.tasks.python_tool import MALFORMED, NO_OUTPUT, PythonTool, ToolUse
 from otb.tool_calls import every_call_readable, read_codes
 from tests.support.tool_trainers import FakeSandbox
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -184,7 +185,7 @@ def test_gsm8k_with_tools_tells_the_policy_of_python_and_grades_its_last_words(t
 
 def refusal(*arguments: str) -> str:
     command = [sys.executable, str(ROOT / "experiments" / "run.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 2, done.stdout + done.stderr
     return done.stderr
 

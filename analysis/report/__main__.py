@@ -1,4 +1,4 @@
-"""python -m analysis.report runs/<sweep>: every table and figure of a folder of runs, as report.md and report.html.
+"""python -m analysis.report runs/<sweep>: makes every table and figure of a folder of runs, as report.md and .html.
 
 The claims C1-C5 with effects, intervals and verdicts; figures as PDF, PNG and CSV; one self-contained page that opens
 from disk. Several settings in one folder get a part each; what is left out is listed with the reason.
@@ -14,7 +14,8 @@ from otb.errors import RunError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m analysis.report", description=__doc__.splitlines()[0])
+    """Runs the command. Returns the exit status: 2 for what is refused."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("runs", type=Path, help="folder of run directories; plain TRL output folders count too")
     parser.add_argument("--out", type=Path, help="where the report goes; default: report/ in the folder of runs")
     parser.add_argument("--target", type=float, help="accuracy of the token comparison; default: from the runs")
@@ -24,10 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="marked runs to use all the same: unfinished,versions,lengths (comma-separated)",
     )
     parser.add_argument("--no-cache", action="store_true", help="read every run anew and keep no cache")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        kinds = tuple(filter(None, given.include.split(",")))
-        page = make_report(given.runs, given.out, given.target, kinds, cache=not given.no_cache)
+        kinds = tuple(filter(None, options.include.split(",")))
+        page = make_report(options.runs, options.out, options.target, kinds, cache=not options.no_cache)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -42,7 +43,20 @@ def make_report(
     include: tuple[str, ...] = (),
     cache: bool = True,
 ) -> Path:
-    """Writes report.html, report.md and figures/ into `out` -> the page. Raises RunError where nothing can be drawn."""
+    """Writes report.html, report.md and figures/.
+
+    Args:
+        folder: run directories, and plain TRL output folders.
+        out: where the report goes; None for report/ in the folder.
+        target: accuracy of the token comparison; None for one from the runs.
+        include, cache: as in `load`.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        RunError: nothing can be drawn.
+    """
     from analysis.report.page import write_pages
     from analysis.report.parts import part_of
     from analysis.runs.load import load

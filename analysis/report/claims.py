@@ -1,4 +1,4 @@
-"""Verdicts on the paper's claims C1-C5 by the rules of claims.yaml. What is measured: comparisons.py."""
+"""Decides the paper's claims C1-C5 by the rules of claims.yaml. What is measured: comparisons.py."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Finding(NamedTuple):
 
 
 def rules() -> dict:
+    """Reads claims.yaml."""
     return yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf8"))
 
 
 def decide(effect: Interval, rule: dict) -> tuple[str, str]:
-    """(verdict, why) of an effect by `supported_above` and `refuted_below`, or by `supported_below` alone."""
+    """Returns (verdict, why) of an effect by `supported_above` and `refuted_below`, or by `supported_below` alone."""
     if np.isnan(effect.estimate):
         return UNDECIDED, "not measured"
     if np.isnan(effect.low):
@@ -48,7 +49,7 @@ def decide(effect: Interval, rule: dict) -> tuple[str, str]:
 
 
 def overall(findings: list[Finding]) -> tuple[str, str]:
-    """A claim's verdict from its rows: supported if all are, not supported if one is not, else undecided and why."""
+    """Returns a claim's (verdict, why): supported if all its rows are, not supported if one is not, else undecided."""
     verdicts = [finding.verdict for finding in findings]
     if NOT_SUPPORTED in verdicts:
         return NOT_SUPPORTED, next(
@@ -62,7 +63,7 @@ def overall(findings: list[Finding]) -> tuple[str, str]:
 
 
 def findings_table(findings: list[Finding]) -> pd.DataFrame:
-    """A row per comparison, as the report shows it."""
+    """Returns a row per comparison, as the report shows it."""
     return pd.DataFrame(
         [
             {"claim": f.claim, "comparison": f.comparison, **f.effect._asdict(), "verdict": f.verdict, "why": f.why}
@@ -72,23 +73,23 @@ def findings_table(findings: list[Finding]) -> pd.DataFrame:
 
 
 def verdicts(findings: list[Finding], rule: dict | None = None) -> pd.DataFrame:
-    """A row per claim: what it says, what is measured, the verdict and why."""
+    """Returns a row per claim: what it says, what is measured, the verdict and why."""
     rule = rule or rules()
     rows = []
     for claim in ("C1", "C2", "C3", "C4", "C5"):
-        own = [finding for finding in findings if finding.claim == claim]
-        verdict, why = overall(own)
+        of_claim = [finding for finding in findings if finding.claim == claim]
+        verdict, why = overall(of_claim)
         row = {"claim": claim, "says": rule[claim]["claim"], "measured": rule[claim]["effect"]}
-        rows.append(row | weakest(own, "supported_below" in rule[claim]) | {"verdict": verdict, "why": why})
+        rows.append(row | weakest(of_claim, "supported_below" in rule[claim]) | {"verdict": verdict, "why": why})
     return pd.DataFrame(rows)
 
 
 def weakest(findings: list[Finding], less_is_better: bool) -> dict:
-    """The comparison that speaks least for a claim: a claim is no better than that."""
+    """Returns the comparison that supports a claim least: a claim is no better than that."""
     measured = [finding for finding in findings if not np.isnan(finding.effect.estimate)]
     if not measured:
         return {"effect": np.nan, "low": np.nan, "high": np.nan, "weakest comparison": "none was measured"}
     pick = max if less_is_better else min
-    found = pick(measured, key=lambda finding: finding.effect.estimate)
-    facts = {"effect": found.effect.estimate, "low": found.effect.low, "high": found.effect.high}
-    return facts | {"weakest comparison": f"{found.comparison} ({found.effect.seeds} seeds; 1 of {len(findings)})"}
+    least = pick(measured, key=lambda finding: finding.effect.estimate)
+    facts = {"effect": least.effect.estimate, "low": least.effect.low, "high": least.effect.high}
+    return facts | {"weakest comparison": f"{least.comparison} ({least.effect.seeds} seeds; 1 of {len(findings)})"}

@@ -1,4 +1,4 @@
-"""The comparisons behind the paper's claims C1-C5, measured on one setting. Rules and verdicts: claims.py."""
+"""Measures the comparisons behind the paper's claims C1-C5 on one setting. Rules and verdicts: claims.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Arm = tuple[str, int]
 
 
 class Claims:
-    """The comparisons of one setting. table: rows of `load(...).used`; target: accuracy for C4."""
+    """The comparisons of one setting, a method per claim. table: rows of `load(...).used`; target: accuracy for C4."""
 
     def __init__(self, table: pd.DataFrame, target: float, rule: dict | None = None):
         self.table, self.target, self.rule = table, target, rule or rules()
@@ -30,17 +30,17 @@ class Claims:
         self.rivals = present or self.rule["rivals"][:1]
 
     def findings(self) -> list[Finding]:
-        """Every row of every claim. A claim whose metrics are missing has one row that says which."""
-        found = []
+        """Returns every row of every claim. A claim whose metrics are missing has one row that says which."""
+        findings = []
         for claim, rows in (("C1", self.c1), ("C2", self.c2), ("C3", self.c3), ("C4", self.c4), ("C5", self.c5)):
             try:
-                found += rows()
+                findings += rows()
             except RunError as error:
-                found.append(Finding(claim, "", NOTHING, UNDECIDED, str(error)))
-        return found
+                findings.append(Finding(claim, "", NOTHING, UNDECIDED, str(error)))
+        return findings
 
     def lacking(self, claim: str, *arms: Arm) -> Finding | None:
-        """The row that says which arms of a comparison are not in the sweep, and the command for them."""
+        """Returns the row that says which arms of a comparison are not in the sweep, and the command for them."""
         missing = [arm for arm in arms if arm not in self.arms]
         if not missing:
             return None
@@ -50,7 +50,7 @@ class Claims:
         return Finding(claim, " against ".join(label(*arm) for arm in arms), NOTHING, UNDECIDED, why)
 
     def pairs(self) -> list[tuple[Arm, Arm]]:
-        """Ours and each rival at every N that both have, else at the smallest N, for `lacking` to say so."""
+        """Returns ours and each rival at every N that both have, else at the smallest N, for `lacking` to say so."""
         both = [
             ((self.ours, size), (rival, size))
             for rival in self.rivals
@@ -60,12 +60,14 @@ class Claims:
         return both or [((self.ours, size), (self.rivals[0], size)) for size in self.sizes[:1]]
 
     def runs_of(self, frame: pd.DataFrame, arm: Arm) -> pd.DataFrame:
+        """Returns the rows of one arm."""
         return frame[(frame.baseline == arm[0]) & (frame.group_size == arm[1])]
 
     def c1(self) -> list[Finding]:
-        """Measured noise / signal where recorded, else the proxy.
+        """Compares measured noise / signal where it was recorded, else the proxy.
 
-        The ratio does not see a scale, the proxy does: (N - 1) / N times RLOO's advantage is the group mean's.
+        The ratio does not depend on an advantage's scale, the proxy does: the group mean's advantage is (N - 1) / N
+        times RLOO's.
         """
         measured = is_measured(self.table)
         power = noise_to_signal_per_run(self.table) if measured else power_per_run(self.table)
@@ -89,8 +91,8 @@ class Claims:
                 rows.append(Finding("C1", name, NOTHING, UNDECIDED, why))
                 continue
             scale = ((rival[1] - 1) / rival[1]) ** 2 if rival[0] == "rloo" and not measured else 1.0
-            logs = two_arms(*values, lambda a, b, s=scale: float(iqm(np.log(a)) - iqm(np.log(s * b))))
-            effect = Interval(*(1 - np.exp(logs[i]) for i in (0, 2, 1)), logs.seeds)
+            logs = two_arms(values[0], values[1], lambda a, b, s=scale: iqm(np.log(a)) - iqm(np.log(s * b)))
+            effect = Interval(1 - np.exp(logs.estimate), 1 - np.exp(logs.high), 1 - np.exp(logs.low), logs.seeds)
             verdict, why = decide(effect, self.rule["C1"])
             if not measured and verdict != UNDECIDED:
                 leans = "lower" if verdict == SUPPORTED else "higher"
@@ -99,6 +101,7 @@ class Claims:
         return rows
 
     def c2(self) -> list[Finding]:
+        """Compares the shares of seeds that collapsed; a rival of which none did tests nothing."""
         runs = stability_table(self.table)
         rows = []
         for ours, rival in self.pairs():
@@ -116,7 +119,7 @@ class Claims:
         return tested or rows
 
     def c3(self) -> list[Finding]:
-        """With the control that the rival itself loses something by going from the large N to the small."""
+        """Compares final accuracies, with the control that the rival itself loses something by the smaller N."""
         runs, rows = final_accuracy(self.table), []
         for rival in self.rivals:
             ours, theirs, control = (self.ours, self.small), (rival, self.large), (rival, self.small)
@@ -127,19 +130,20 @@ class Claims:
             effect = difference(values[ours], values[theirs])
             verdict, why = decide(effect, self.rule["C3"])
             if verdict == SUPPORTED and values[control]:
-                own = difference(values[control], values[theirs])
-                if decide(own, self.rule["C3"])[0] == SUPPORTED:
+                loss = difference(values[control], values[theirs])
+                if decide(loss, self.rule["C3"])[0] == SUPPORTED:
                     verdict = UNDECIDED
-                    why = f"{label(*control)} matches its own N={self.large} as well ({own}): N separates nothing here"
+                    why = f"{label(*control)} matches its own N={self.large} as well ({loss}): N separates nothing here"
             rows.append(Finding("C3", f"{label(*ours)} minus {label(*theirs)}", effect, verdict, why))
         return rows
 
     def c4(self) -> list[Finding]:
-        rows, own_n = [], {**self.rule["C4"], "refuted_below": 0}
-        own_n.pop("claimed")
+        """Compares tokens to the target with the rival's at its large N and, by a weaker rule, at the same N."""
+        rows, same_size = [], {**self.rule["C4"], "refuted_below": 0}
+        same_size.pop("claimed")
         for rival in self.rivals:
             ours = (self.ours, self.small)
-            for theirs, rule in (((rival, self.large), self.rule["C4"]), ((rival, self.small), own_n)):
+            for theirs, rule in (((rival, self.large), self.rule["C4"]), ((rival, self.small), same_size)):
                 if (lack := self.lacking("C4", ours, theirs)) is not None:
                     rows.append(lack)
                     continue
@@ -156,19 +160,21 @@ class Claims:
         return rows
 
     def c5(self) -> list[Finding]:
+        """Measures the time of the advantages: the effect is its share of a step, the verdict its ratio to the loss."""
         runs, rows = cost_table(self.table), []
         for size in self.sizes:
             values = self.runs_of(runs, (self.ours, size)).advantage_share.dropna().to_numpy()
             if len(values):
-                effect = bootstrap([values], lambda x: float(iqm(x)), bounds=(0, 1))
+                effect = bootstrap([values], iqm, bounds=(0, 1))
                 arm = self.runs_of(runs, (self.ours, size))
-                ratio = bootstrap([arm.advantage_ratio.to_numpy()], lambda x: float(iqm(x)))
+                ratio = bootstrap([arm.advantage_ratio.to_numpy()], iqm)
                 verdict, why = decide(ratio, self.rule["C5"])
                 why = why or f"{ratio} of the time of the loss's forward and backward"
                 rows.append(Finding("C5", label(self.ours, size), effect, verdict, why))
         return rows or [self.lacking("C5", (self.ours, self.small)) or Finding("C5", "", NOTHING, UNDECIDED, "")]
 
     def consumption(self, arm: Arm) -> Consumption:
+        """Returns the tokens of one arm to the target."""
         return consumption(self.runs_of(self.table, arm), self.target)
 
     @property

@@ -1,4 +1,4 @@
-"""The figures of a report, in order: name, what it shows, and how it is drawn from a setting's rows. Used by report.py.
+"""Lists the figures of a report in order: name, caption, and how each is drawn from a setting's rows. Used by parts.py.
 
 Each entry draws from a table alone; those of token positions read the samples of one run first.
 """
@@ -24,15 +24,22 @@ from otb.errors import RunError
 
 
 class Figure(NamedTuple):
+    """A figure of a report, not drawn yet."""
+
     name: str  # of the files
     caption: str
     draw: Callable  # () -> axes
 
 
 def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iterator[Figure]:
-    """table: the rows of one setting of `loaded.used`. target: accuracy of the token figure; None leaves it out.
+    """Yields the figures of one setting.
 
     Curves come once per group size: eight arms at four sizes are 32 lines, which nobody reads.
+
+    Args:
+        loaded: the folder of runs.
+        table: the rows of one setting of `loaded.used`.
+        target: accuracy of the token figure; None leaves it out.
     """
     sizes = sorted(table.group_size.dropna().unique())
     for size in sizes:
@@ -48,10 +55,8 @@ def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iter
     of_arm = table.groupby("baseline", observed=True).group_size.nunique()
     whole = of_arm.index[of_arm == len(sizes)]
     if 0 < len(whole) < len(of_arm):
-        part, others = (
-            table[table.baseline.isin(whole)],
-            ", ".join(label(name) for name in of_arm.index.difference(whole)),
-        )
+        part = table[table.baseline.isin(whole)]
+        others = ", ".join(label(name) for name in of_arm.index.difference(whole))
         yield Figure(
             "accuracy_by_group_size_whole_arms",
             f"{text}, without the arms that lack a size: {others}.",
@@ -69,7 +74,7 @@ def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iter
 
 
 def curve_figures(table: pd.DataFrame, n: int, outside: pd.DataFrame | None) -> Iterator[Figure]:
-    """The curves of one group size. outside: plain TRL runs, which stand in the reward curves."""
+    """Yields the curves of one group size. outside: plain TRL runs, which stand in the reward curves."""
     text = f"N={n}. Thin lines: seeds; cross: diverged. Interquartile mean"
     yield Figure(
         f"gradient_norm_and_accuracy_n{n}",
@@ -97,7 +102,7 @@ def curve_figures(table: pd.DataFrame, n: int, outside: pd.DataFrame | None) -> 
 
 
 def sample_figures(loaded: Runs, table: pd.DataFrame) -> Iterator[Figure]:
-    """One prompt group of an OTB run token by token; energy against reward over the samples of all OTB runs."""
+    """Yields one prompt group of an OTB run token by token, and energy against reward over the samples of all."""
     ours = table[table.baseline == "otb"]
     runs = list(ours.run.astype(str).unique())
     name = runs[0] if runs else "the OTB run, of which there is none"
@@ -121,7 +126,7 @@ def _directory(loaded: Runs, runs: list[str]):
 
 
 def all_samples(loaded: Runs, runs) -> pd.DataFrame:
-    """The last samples of some runs, by name, with the column `run`; at most 200 runs."""
+    """Reads the last samples of runs, by name, with the column `run`; of 200 runs at most."""
     runs = list(runs)
     _directory(loaded, runs)
     parts = []

@@ -1,4 +1,4 @@
-"""Writes report.md and the self-contained report.html from the parts of a report. Template: page.html.jinja."""
+"""Writes report.md and the self-contained report.html from the parts of a report. The template is page.html.jinja."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from analysis.report.parts import Drawn, Part
 from analysis.runs.load import Runs
 from analysis.runs.marks import setting_differences
 from analysis.runs.samples import own_tokens, read_group
+from analysis.runs.token_colours import background, largest
 from otb.errors import RunError
 
 RUNS_WITH_SAMPLES = 100  # a page of every group of 1,000 runs would not open
@@ -23,7 +24,7 @@ RUN_COLUMNS = ["run", "arm", "group_size", "seed", "outcome", "last_step", "comm
 
 
 def write_pages(loaded: Runs, parts: list[Part], out: Path) -> Path:
-    """-> the path of report.html."""
+    """Writes report.html, report.md and returns the path of the first."""
     out.mkdir(parents=True, exist_ok=True)
     template = jinja2.Template(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf8"))
     page = template.render(
@@ -42,8 +43,8 @@ def write_pages(loaded: Runs, parts: list[Part], out: Path) -> Path:
     return out / "report.html"
 
 
-def shown(value) -> str:
-    """A cell as text: three significant digits; nothing where nothing was measured."""
+def cell_text(value) -> str:
+    """Returns a cell as text with three significant digits; "" where nothing was measured."""
     if value is None or (isinstance(value, float) and np.isnan(value)):
         return ""
     if isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer() and abs(value) >= 1):
@@ -54,7 +55,7 @@ def shown(value) -> str:
 
 
 def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
-    """A sortable table; data-sort keeps the full number. link: a column whose cells open that run."""
+    """Returns a sortable table; data-sort keeps the full number. link: a column whose cells open that run."""
     head = "".join(f"<th>{html.escape(str(name))}</th>" for name in rows.columns)
     body = []
     for row in rows.itertuples(index=False):
@@ -62,7 +63,7 @@ def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
         for name, value in zip(rows.columns, row, strict=True):
             number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
             sort = f' class="number" data-sort="{value}"' if number else ""
-            text = html.escape(shown(value))
+            text = html.escape(cell_text(value))
             if name == link:
                 text = f'<a href="#" data-open="{html.escape(str(value))}">{text}</a>'
             if name == "verdict":
@@ -73,7 +74,7 @@ def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
 
 
 def picture(drawn: Drawn) -> str:
-    """Inline SVG, or the PNG as a data URI where the SVG is too large."""
+    """Returns the inline SVG, or the PNG as a data URI where the SVG is too large."""
     if drawn.svg:
         return drawn.svg
     png = next(file for file in drawn.files if file.suffix == ".png")
@@ -81,7 +82,7 @@ def picture(drawn: Drawn) -> str:
 
 
 def run_entry(loaded: Runs, run: dict, place: int) -> dict:
-    """What the page shows of a run: its configuration and one prompt group of its last samples."""
+    """Returns what the page shows of a run: its configuration and one prompt group of its last samples."""
     skipped = {"error", "left_out", "marks", "damaged_lines"}
     config = {key: value for key, value in run.items() if key not in skipped and not pd.isna(value)}
     lines = "\n".join(f"{key}: {value}" for key, value in config.items())
@@ -99,8 +100,8 @@ def run_entry(loaded: Runs, run: dict, place: int) -> dict:
 
 
 def samples_html(group: pd.DataFrame) -> str:
-    """A prompt group: own tokens on a background of their advantage, tool tokens grey."""
-    limit = max((np.abs(values).max() for values in group.advantages if len(values)), default=0) or 1
+    """Returns a prompt group as HTML: own tokens on the colour of their advantage, tool tokens grey."""
+    limit = largest(group.advantages)
     parts = [f"<p class=prompt>{html.escape(str(group.prompt_text.iloc[0]))}</p>"]
     for _, rollout in group.head(ROLLOUTS_SHOWN).iterrows():
         advantages, spans = iter(rollout.advantages), []
@@ -110,8 +111,9 @@ def samples_html(group: pd.DataFrame) -> str:
                 spans.append(f"<i>{text}</i>")
                 continue
             value = float(next(advantages))
-            tint = f"rgba({'230,159,0' if value > 0 else '86,180,233'},{abs(value) / limit:.2f})"
-            spans.append(f'<span style="background:{tint}" title="advantage {value:.3f}">{text}</span>')
+            colour = background(value, limit)
+            style = "outline:1px solid" if colour is None else f"background:rgb{colour}"
+            spans.append(f'<span style="{style}" title="advantage {value:.3f}">{text}</span>')
         own_count = len(own_tokens(rollout))
         parts.append(f"<p><b>reward {rollout.reward:g}, {own_count} own tokens</b><br>{''.join(spans)}</p>")
     if len(group) > ROLLOUTS_SHOWN:
@@ -120,7 +122,7 @@ def samples_html(group: pd.DataFrame) -> str:
 
 
 def markdown(loaded: Runs, parts: list[Part], out: Path) -> str:
-    """report.md: the same tables, the figures as links."""
+    """Returns report.md, which has the same tables, and the figures as links."""
     used = (loaded.runs.left_out == "").sum()
     lines = [f"# Report on {loaded.folder.resolve().name}", "", f"{len(loaded.runs)} runs, {used} used.", ""]
     lines += [f"- {warning}" for warning in loaded.warnings] + [""]
@@ -141,10 +143,10 @@ def markdown(loaded: Runs, parts: list[Part], out: Path) -> str:
 
 
 def markdown_table(rows: pd.DataFrame) -> str:
+    """Returns a table in Markdown, numbers with three significant digits."""
     if rows.empty:
         return "(nothing)"
-    cells = [
-        [shown(value).replace("|", "\\|").replace("\n", " ") for value in row] for row in rows.itertuples(index=False)
-    ]
+    texts = [[cell_text(value) for value in row] for row in rows.itertuples(index=False)]
+    cells = [[text.replace("|", "\\|").replace("\n", " ") for text in row] for row in texts]
     head = f"| {' | '.join(map(str, rows.columns))} |\n|{'---|' * len(rows.columns)}"
     return "\n".join([head, *(f"| {' | '.join(row)} |" for row in cells)])

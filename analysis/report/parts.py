@@ -1,22 +1,24 @@
-"""One setting of a report: claims, tables, figures. Called by report.py, written by report_page.py."""
+"""Makes the part of a report on one setting: claims, tables, figures. Called by __main__.py, written by page.py."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
 
-from analysis.arms import label, require
+from analysis.arms import by_arm, label
+from analysis.checks import require
 from analysis.group_size import by_seed, final_accuracy
 from analysis.intervals import bootstrap, difference, improvement, iqm
-from analysis.report.claims import Finding, findings_table, verdicts
+from analysis.report.claims import findings_table, verdicts
 from analysis.report.comparisons import Claims
 from analysis.report.figures import Figure, all_figures
 from analysis.runs.load import Runs
 from analysis.stability import stability_table
-from analysis.style import arms, plt, save
+from analysis.style import figure_of, plt, save
 from analysis.token_consumption import default_target
 from analysis.token_figure import tokens_by_arm
 from otb.errors import RunError
@@ -36,6 +38,8 @@ class Drawn:
 
 @dataclass
 class Part:
+    """What a report says of one setting. target: accuracy of the token comparison."""
+
     setting: str
     target: float | None
     claims: pd.DataFrame
@@ -51,20 +55,20 @@ def part_of(loaded: Runs, setting: str, table: pd.DataFrame, target: float | Non
             target = default_target(table)
         except RunError:  # the figures and claims that need evaluations each say so
             target = None
-    found: list[Finding] = Claims(table, target if target is not None else float("nan")).findings()
+    findings = Claims(table, target if target is not None else float("nan")).findings()
     drawn = [draw(figure, folder) for figure in all_figures(loaded, table, target)]
-    return Part(setting, target, verdicts(found), findings_table(found), list(tables_of(table, target)), drawn)
+    return Part(setting, target, verdicts(findings), findings_table(findings), list(tables_of(table, target)), drawn)
 
 
 def draw(figure: Figure, folder: Path) -> Drawn:
-    """Draws, saves (PDF, PNG, CSV) and keeps the SVG for the page."""
+    """Draws a figure, saves it (PDF, PNG, CSV) and keeps the SVG for the page."""
     try:
         axes = figure.draw()
     except RunError as error:
         plt.close("all")
         return Drawn(figure, problem=str(error))
     text = io.StringIO()
-    owner = (axes if hasattr(axes, "figure") else axes[0]).figure
+    owner = figure_of(axes)
     owner.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     owner.set_layout_engine("none")  # the layout is done; every further file would do it again
     svg = text.getvalue()
@@ -72,9 +76,9 @@ def draw(figure: Figure, folder: Path) -> Drawn:
     return Drawn(figure, svg, save(axes, folder / figure.name))
 
 
-def tables_of(table: pd.DataFrame, target: float | None):
-    """(title, rows) of the tables of a setting; a table whose metrics are missing is left out (its figure says why)."""
-    makers = [
+def tables_of(table: pd.DataFrame, target: float | None) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yields (title, rows) per table of a setting. One whose metrics are missing is left out; its figure says why."""
+    makers: list[tuple[str, Callable]] = [
         ("Accuracy per arm (interquartile mean over seeds)", accuracy_rows),
         ("OTB against each arm of the same N", comparison_rows),
     ]
@@ -89,23 +93,24 @@ def tables_of(table: pd.DataFrame, target: float | None):
 
 
 def accuracy_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """Returns accuracy per arm at the start, at the end, at best and on average, with intervals."""
     runs, rows = final_accuracy(table), []
-    for _, _, text, arm in arms(runs):
+    for _, _, text, arm in by_arm(runs):
         row = {"arm": text, "seeds": len(arm)}
         for column in ("first", "final", "best", "mean"):
-            found = bootstrap([arm[column].to_numpy()], lambda x: float(iqm(x)), bounds=(0, 1))
-            row |= {column: found.estimate, f"{column} low": found.low, f"{column} high": found.high}
+            interval = bootstrap([arm[column].to_numpy()], iqm, bounds=(0, 1))
+            row |= {column: interval.estimate, f"{column} low": interval.low, f"{column} high": interval.high}
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def comparison_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Final accuracy of OTB minus each other arm of its N (paired over shared seeds), and P(an OTB run is better)."""
+    """Returns final accuracy of OTB minus each arm of its N (paired over shared seeds), and P(an OTB run is better)."""
     runs, rows = final_accuracy(table), []
     for size in sorted(runs.group_size.unique()):
         here = runs[runs.group_size == size]
         ours = by_seed(here[here.baseline == "otb"], "final")
-        for baseline in [base for base, *_ in arms(here) if base != "otb"] if ours else []:
+        for baseline in [base for base, *_ in by_arm(here) if base != "otb"] if ours else []:
             theirs = by_seed(here[here.baseline == baseline], "final")
             gap = difference(ours, theirs)
             better = improvement(list(ours.values()), list(theirs.values()))
@@ -116,6 +121,7 @@ def comparison_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def token_rows(table: pd.DataFrame, target: float) -> pd.DataFrame:
+    """Returns tokens to the target per arm, with the interval of the mean."""
     require(table, "evaluation_accuracy", "evaluation_own_tokens_total")
     rows = tokens_by_arm(table, target, resamples=1000)
     rows.insert(0, "arm", [label(*pair) for pair in zip(rows.baseline, rows.group_size, strict=True)])
@@ -123,8 +129,9 @@ def token_rows(table: pd.DataFrame, target: float) -> pd.DataFrame:
 
 
 def stability_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """Returns collapses, surges and drawdown per arm."""
     rows = []
-    for _, _, text, arm in arms(stability_table(table)):
+    for _, _, text, arm in by_arm(stability_table(table)):
         row = {"arm": text, "seeds": len(arm), "collapsed": int(arm.collapsed.sum())}
         row |= {"steps with a surge": arm.surge_share.mean(), "worst drawdown, mean": arm.worst_drawdown.mean()}
         rows.append(row)

@@ -1,4 +1,4 @@
-"""python -m analysis.excerpt SRC DST: a small copy of finished runs without checkpoints and without this machine.
+"""python -m analysis.excerpt SRC DST: makes a small copy of finished runs, without checkpoints or traces of a machine.
 
 Made for tests/data/runs: what analysis reads, numbers to six digits, nothing that names a host, a user or a path.
 """
@@ -21,24 +21,38 @@ PATH = re.compile(r"""(?<![\w/.])(~|/)[\w.~+@-]*(/[\w.+@=,-]+)*/?""")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m analysis.excerpt", description=__doc__.splitlines()[0])
+    """Runs the command. Returns the exit status: 2 for what is refused."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.excerpt", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("source", type=Path, help="folder of runs")
     parser.add_argument("destination", type=Path, help="folder that the small copies go to; must not exist")
     parser.add_argument("--pick", default=".", help="regular expression that a run's path must match")
     parser.add_argument("--samples", type=int, default=1, help="prompt groups kept per run, of its last samples")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        runs = excerpt(given.source, given.destination, given.pick, given.samples)
+        runs = excerpt(options.source, options.destination, options.pick, options.samples)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    size = sum(file.stat().st_size for file in given.destination.rglob("*") if file.is_file())
-    print(f"{len(runs)} runs, {size / 1000:,.0f} kB in {given.destination}")
+    size = sum(file.stat().st_size for file in options.destination.rglob("*") if file.is_file())
+    print(f"{len(runs)} runs, {size / 1000:,.0f} kB in {options.destination}")
     return 0
 
 
 def excerpt(source: Path, destination: Path, pick: str = ".", groups: int = 1) -> list[Path]:
-    """Copies every finished or diverged run whose path matches -> the copies. Raises RunError where there is none."""
+    """Copies every finished or diverged run whose path matches.
+
+    Args:
+        source: folder of runs.
+        destination: folder of the copies, which must not exist.
+        pick: regular expression for a run's path below `source`.
+        groups: prompt groups kept of a run's last samples.
+
+    Returns:
+        The copies.
+
+    Raises:
+        RunError: the destination exists, or no run matches.
+    """
     if destination.exists():
         raise RunError(f"{destination} exists; an excerpt is made anew. Remove it or choose another folder.")
     states = ("finished", "failed")
@@ -53,6 +67,7 @@ def excerpt(source: Path, destination: Path, pick: str = ".", groups: int = 1) -
 
 
 def copy_run(run: RunDirectory, copy: RunDirectory, groups: int) -> None:
+    """Copies one run. groups: prompt groups kept of its last samples."""
     copy.rollouts.mkdir(parents=True)
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         if (run.path / name).exists():
@@ -75,13 +90,13 @@ def copy_run(run: RunDirectory, copy: RunDirectory, groups: int) -> None:
 
 
 def shorter(number: re.Match) -> str:
-    """Six significant digits: half the size, and more than any figure shows."""
+    """Returns a number with six significant digits: half the size, and more than any figure shows."""
     return f"{float(number.group()):.6g}"
 
 
 def without_paths(text: str) -> str:
-    """Absolute and home paths cut to their last part."""
-    return PATH.sub(lambda found: found.group().rstrip("/").rsplit("/", 1)[-1] or "runs", text)
+    """Cuts absolute and home paths to their last part."""
+    return PATH.sub(lambda path: path.group().rstrip("/").rsplit("/", 1)[-1] or "runs", text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A folder of runs to two tables: one row per run, one row per run and step. Cached, incremental, nothing mixed.
+"""Loads a folder of runs as two tables: one row per run, one row per run and step. Cached and incremental.
 
-load(folder) -> Runs. What is damaged is skipped and named in `warnings`; what must not be compared is marked in the
-column `left_out` of the table of runs, with the reason.
+`load(folder)` returns `Runs`. What is damaged is skipped and named in `warnings`; what must not be compared
+has the reason in the column `left_out` of the table of runs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from analysis.runs.rows import RunRecord
 from otb.errors import RunError
 
 CACHE_VERSION = 1  # raise it when what is read, or its form, changes
+SHARED = ("arm", "baseline", "setting", "kind", "outcome")  # columns of runs in steps, beside group_size and seed
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Args:
-    runs: one row per run: facts, marks, every configuration key under its own name (`trainer.loss_type`).
-    steps: one row per run and step: metrics, evaluations joined as evaluation_*, and of `runs` the columns
-        group_size, seed and `SHARED`.
-        Step 0 is the evaluation before training.
-    warnings: what was skipped or cannot be compared, each naming its file or run.
+    """The tables of a folder of runs.
+
+    Attributes:
+        folder: what was loaded.
+        runs: one row per run: facts, marks, every configuration key under its full name (`trainer.loss_type`).
+        steps: one row per run and step: metrics, evaluations joined as evaluation_*, and of `runs` the columns
+            group_size, seed and `SHARED`. Step 0 is the evaluation before training.
+        warnings: what was skipped or cannot be compared, each naming its file or run.
     """
 
     folder: Path
@@ -44,33 +47,34 @@ class Runs:
 
     @property
     def used(self) -> pd.DataFrame:
-        """The rows of `steps` that may stand in one figure: no run that is left out, no outside run."""
+        """Returns the rows of `steps` that may stand in one figure: no run that is left out, no outside run."""
         kept = self.runs.loc[(self.runs.left_out == "") & (self.runs.kind == "otb"), "run"]
         return self.of(kept)
 
     @property
     def outside(self) -> pd.DataFrame:
-        """The rows of plain TRL runs."""
+        """Returns the rows of plain TRL runs."""
         return self.of(self.runs.loc[self.runs.kind == "trl", "run"])
 
     def directory(self, run: str) -> Path:
-        """Where a run of the table lies."""
+        """Returns where a run of the table lies."""
         return self.folder if not (self.folder / run).exists() else self.folder / run
 
     def of(self, runs) -> pd.DataFrame:
-        """The rows of `steps` of some runs, by name."""
+        """Returns the rows of `steps` of the runs with these names."""
         return self.steps[self.steps.run.isin(list(runs))]
 
 
-SHARED = ("arm", "baseline", "setting", "kind", "outcome")  # beside group_size and seed
-
-
 def load(folder: str | Path, include: tuple[str, ...] = (), cache: bool = True) -> Runs:
-    """Every run below `folder`.
+    """Loads every run below `folder`.
 
-    include: kinds of marked runs to use all the same: "unfinished", "versions", "lengths".
-    cache: keep what was read in `folder`/.analysis; only runs whose files changed are read again.
-    Raises RunError where the folder is missing or holds no run.
+    Args:
+        folder: of a sweep, or a single run.
+        include: kinds of marked runs to use all the same: "unfinished", "versions", "lengths".
+        cache: keep what was read in `folder`/.analysis; only runs whose files changed are read again.
+
+    Raises:
+        RunError: the folder is missing or holds no run.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
@@ -83,16 +87,19 @@ def load(folder: str | Path, include: tuple[str, ...] = (), cache: bool = True) 
         )
     facts, steps = read_all(folder, paths, cache)
     warnings = [warning for fact in facts for warning in fact["warnings"]]
-    runs, marks = describe_runs(pd.DataFrame(facts).drop(columns=["warnings", "fingerprint"]), include)
+    bookkeeping = ("warnings", "fingerprint")
+    facts = [{key: value for key, value in fact.items() if key not in bookkeeping} for fact in facts]
+    runs, marks = describe_runs(facts, include)
     return Runs(folder, runs, with_shared_columns(steps, runs), (*warnings, *marks))
 
 
 def run_name(path: Path, folder: Path) -> str:
+    """Returns what a run is called in every table: its path below the folder."""
     return folder.resolve().name if path == folder else path.relative_to(folder).as_posix()
 
 
 def read_all(folder: Path, paths: dict[str, Path], cache: bool) -> tuple[list[dict], pa.Table]:
-    """-> (facts per run, in order of name; their joined rows). Reads only the runs that the cache does not hold."""
+    """Returns (facts per run, by name; their joined rows). Reads only the runs that the cache does not hold."""
     known, cached = read_cache(folder) if cache else ({}, None)
     prints = {name: fingerprint(path) for name, path in paths.items()}
     current = [name for name in paths if known.get(name, {}).get("fingerprint") == prints[name]]
@@ -115,7 +122,7 @@ def read_all(folder: Path, paths: dict[str, Path], cache: bool) -> tuple[list[di
 
 
 def joined(record: RunRecord, name: str) -> pa.Table:
-    """Metrics and evaluations of a run as one table, sorted by step; the last of two rows of one step counts."""
+    """Joins metrics and evaluations of a run, sorted by step; the last of two rows of one step counts."""
     steps, evaluations = record.steps, record.evaluations
     if len(evaluations) and len(steps):
         steps = steps.join(evaluations, "step", join_type="full outer")
@@ -130,15 +137,15 @@ def joined(record: RunRecord, name: str) -> pa.Table:
 
 
 def with_shared_columns(steps: pa.Table, runs: pd.DataFrame) -> pd.DataFrame:
-    """The columns that every figure selects by, as categories: a byte or four per row."""
+    """Adds the columns that every figure selects by, as categories: a byte or four per row."""
     frame = steps.unify_dictionaries().to_pandas(split_blocks=True)
     frame["run"] = frame["run"].cat.set_categories(runs.run)
     codes = frame["run"].cat.codes.to_numpy()
     for column in ("group_size", "seed"):
         frame[column] = runs[column].to_numpy(np.float32)[codes]
     for column in SHARED:
-        values = runs[column].astype("category")
-        frame[column] = pd.Categorical.from_codes(values.cat.codes.to_numpy()[codes], dtype=values.dtype)
+        values = pd.Categorical(runs[column])
+        frame[column] = pd.Categorical.from_codes(values.codes[codes], values.categories)
     frame["step"] = frame["step"].astype(np.int64)
     if not (np.diff(codes) >= 0).all():
         frame = frame.iloc[np.argsort(codes, kind="stable")].reset_index(drop=True)
@@ -149,6 +156,7 @@ def with_shared_columns(steps: pa.Table, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def read_cache(folder: Path) -> tuple[dict[str, dict], pa.Table | None]:
+    """Returns (facts per run, their rows); ({}, None) where there is no whole cache of this version."""
     try:
         stored = json.loads((folder / ".analysis" / "facts.json").read_text(encoding="utf8"))
         if stored["cache_version"] != CACHE_VERSION:
@@ -160,7 +168,7 @@ def read_cache(folder: Path) -> tuple[dict[str, dict], pa.Table | None]:
 
 
 def write_cache(folder: Path, facts: list[dict], steps: pa.Table) -> None:
-    """A folder that cannot be written is read anew each time. The two files name each other, so no pair is torn."""
+    """Writes the cache; a folder that cannot be written is read anew each time. No reader sees a torn pair of files."""
     home = folder / ".analysis"
     with contextlib.suppress(OSError):
         home.mkdir(exist_ok=True)

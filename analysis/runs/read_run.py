@@ -1,4 +1,4 @@
-"""One run directory, or one plain TRL run, to its rows and facts. Called by load.py, once per changed run."""
+"""Reads one run directory, or one plain TRL run, into rows and facts. Called by load.py, once per changed run."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import re
 from pathlib import Path
 
 from analysis.runs.read_trl import read_trl_run, trainer_state
-from analysis.runs.rows import RunRecord, read_lines, read_mapping, read_metrics, yaml_mapping
+from analysis.runs.rows import RunRecord, flat_cells, read_lines, read_mapping, read_metrics, yaml_mapping
 from otb.records import RunDirectory
 
 STAMPED = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "status.json", "environment.json", "trainer_state.json")
 MOVED_ASIDE = re.compile(r"\.\d{8}-\d{6}$")  # overwrite=true leaves the old run under such a name
+LIBRARIES = ("torch", "transformers", "trl", "vllm")  # whose versions decide which runs are compared
 NOT_FINITE = re.compile(r"\b(loss|gradient_norm)=-?(nan|inf)")
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Run directories and TRL output folders in `folder`, itself included; nothing below a run is looked at."""
-    found = []
+    """Lists run directories and TRL output folders in `folder`, itself included; nothing below a run is looked at."""
+    runs = []
     for parent, names, files in os.walk(folder):
         path = Path(parent)
         if "metrics.jsonl" in files or {"config.yaml", "status.json"} <= set(files) or trainer_state(path):
-            found.append(path)
+            runs.append(path)
             names.clear()
         names[:] = sorted(name for name in names if not name.startswith("."))
-    return found
+    return runs
 
 
 def fingerprint(path: Path) -> str:
-    """Changes whenever a file that is read here changes: sizes and modification times."""
+    """Returns sizes and modification times, a text that changes whenever a file that is read here changes."""
     marks = []
     state = None if (path / "metrics.jsonl").exists() else trainer_state(path)
     for file in [path / name for name in STAMPED] if state is None else [state]:
@@ -42,10 +43,11 @@ def fingerprint(path: Path) -> str:
 
 
 def read_run(path: Path, name: str) -> RunRecord:
-    """name: how the run is called in every table, its path below the folder that was loaded."""
+    """Reads a run. name: what it is called in every table, its path below the folder that was loaded."""
     if not (path / "metrics.jsonl").exists() and (state := trainer_state(path)):
         return read_trl_run(state, name)
-    directory, warnings = RunDirectory(path), []
+    directory = RunDirectory(path)
+    warnings: list[str] = []
     config = read_mapping(directory.config_file, yaml_mapping, warnings)
     environment = read_mapping(directory.environment_file, json.loads, warnings)
     status = read_mapping(directory.status_file, json.loads, warnings)
@@ -54,34 +56,31 @@ def read_run(path: Path, name: str) -> RunRecord:
     for file, count in ((directory.metrics_file, damaged), (directory.evaluations_file, damaged_evaluations)):
         if count:
             warnings.append(f"{file}: {count} damaged line{'s' if count > 1 else ''} skipped")
-    for missing in [key for key, found in (("config.yaml", config), ("status.json", status)) if not found]:
-        warnings.append(f"{path}: no readable {missing}; the run is marked and left out of figures")
+    for file_name, content in (("config.yaml", config), ("status.json", status)):
+        if not content:
+            warnings.append(f"{path}: no readable {file_name}; the run is marked and left out of figures")
     evaluations = evaluations.rename_columns(
         [column if column == "step" else f"evaluation_{column}" for column in evaluations.column_names]
     )
-    last = max((column.to_pylist()[-1] for column in [steps["step"]] if len(column)), default=0)
+    versions = environment.get("versions", {})
+    libraries = [f"{library} {versions[library]}" for library in LIBRARIES if library in versions]
     facts = {
         "run": name,
         "kind": "otb",
         "outcome": outcome(path, status, config),
         "error": status.get("error"),
-        "last_step": int(last),
-        "version": str(environment.get("versions", {}).get("otb", "unknown")),
-        "libraries": ", ".join(f"{k} {environment['versions'][k]}" for k in LIBRARIES if k in environment["versions"])
-        if "versions" in environment
-        else "unknown",
+        "last_step": int(steps["step"][-1].as_py()) if len(steps) else 0,
+        "version": str(versions.get("otb", "unknown")),
+        "libraries": ", ".join(libraries) if "versions" in environment else "unknown",
         "commit": (str(environment.get("commit") or "unknown")[:9] + ("+" if environment.get("diff_sha256") else "")),
         "device": ", ".join(sorted(set(environment.get("devices") or ["unknown"]))),
         "damaged_lines": damaged + damaged_evaluations,
     }
-    return RunRecord(facts | flatten(config), steps, evaluations, warnings)
-
-
-LIBRARIES = ("torch", "transformers", "trl", "vllm")
+    return RunRecord(facts | flat_cells(config), steps, evaluations, warnings)
 
 
 def outcome(path: Path, status: dict, config: dict) -> str:
-    """finished, diverged (stopped by a loss or gradient that is not finite: a result), moved aside, or unfinished."""
+    """Returns finished, diverged (stopped as loss or gradient was not finite: a result), moved aside or unfinished."""
     if MOVED_ASIDE.search(path.name):
         return "moved aside"
     if not status or not config:
@@ -91,14 +90,3 @@ def outcome(path: Path, status: dict, config: dict) -> str:
     if status.get("state") == "failed" and NOT_FINITE.search(str(status.get("error"))):
         return "diverged"
     return "unfinished"
-
-
-def flatten(config: dict, prefix: str = "") -> dict:
-    """{"a": {"b": 1}} -> {"a.b": 1}; an empty mapping or a list stays one value, as text."""
-    flat = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, dict | list) else value
-    return flat

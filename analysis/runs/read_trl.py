@@ -1,4 +1,4 @@
-"""A plain TRL run, from its trainer_state.json: the curves of an outside run, without arm, group size or tokens."""
+"""Reads a plain TRL run from its trainer_state.json: curves, without arm, group size or tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRL_NAMES = {
 
 
 def trainer_state(path: Path) -> Path | None:
-    """The newest trainer_state.json of a plain TRL run: the folder's own, else that of its last checkpoint."""
+    """Returns the newest trainer_state.json of a plain TRL run: the folder's, else its last checkpoint's, or None."""
     if (path / "trainer_state.json").exists():
         return path / "trainer_state.json"
     states = [(int(file.parent.name.rsplit("-", 1)[-1]), file) for file in path.glob("checkpoint-*/trainer_state.json")]
@@ -32,19 +32,25 @@ def trainer_state(path: Path) -> Path | None:
 
 
 def read_trl_run(file: Path, name: str) -> RunRecord:
-    """log_history of a plain TRL run. Its arm, group size and tokens are not in the file: unmeasured, not guessed."""
+    """Reads the log_history of a plain TRL run. Arm, group size and tokens are not in it: unmeasured, not guessed."""
     warnings: list[str] = []
     state = read_mapping(file, json.loads, warnings)
     rows: dict[int, dict] = {}
     evaluations = []
     for entry in state.get("log_history", []):
         step = entry.get("step", 0)
-        found = {ours: entry[theirs] for theirs, ours in TRL_NAMES.items() if theirs in entry}
+        metrics = {ours: entry[theirs] for theirs, ours in TRL_NAMES.items() if theirs in entry}
         if "eval_reward" in entry:
             evaluations.append({"step": step, "evaluation_reward_mean": entry["eval_reward"]})
         if "reward" in entry:
-            rows.setdefault(step, {"step": step}).update(found)
+            rows.setdefault(step, {"step": step}).update(metrics)
     done = state.get("global_step", 0) >= state.get("max_steps", 1)
-    facts = {"run": name, "kind": "trl", "outcome": "finished" if done else "unfinished"}
-    facts |= {"last_step": int(state.get("global_step", 0)), "version": "TRL", "damaged_lines": 0}
+    facts = {
+        "run": name,
+        "kind": "trl",
+        "outcome": "finished" if done else "unfinished",
+        "last_step": int(state.get("global_step", 0)),
+        "version": "TRL",
+        "damaged_lines": 0,
+    }
     return RunRecord(facts, table_of(list(rows.values())), table_of(evaluations), warnings)

@@ -1,4 +1,4 @@
-"""Samples of a run: prompt groups with tokens, rewards, energies and advantages; read from rollouts/*.parquet."""
+"""Reads the samples of a run, rollouts/*.parquet: prompt groups with tokens, rewards, energies and advantages."""
 
 from __future__ import annotations
 
@@ -13,39 +13,82 @@ from otb.records import RunDirectory, sample_step
 
 
 def sample_steps(run: str | Path) -> list[int]:
-    """Steps at which a run kept samples."""
-    return sorted({sample_step(file) for file in RunDirectory(run).rollouts.glob("step-*.parquet")})
+    """Lists the steps at which a run kept samples."""
+    return sorted(sample_files(run))
 
 
-def read_samples(run: str | Path, step: int | None = None) -> pd.DataFrame:
-    """A row per rollout of one kept step, the last by default. Raises RunError where the run kept none."""
-    steps = sample_steps(run)
-    if not steps or (step is not None and step not in steps):
-        what = f"step {step}; it has {steps}" if steps else "any step. Set rollouts.every=20 and run again"
-        raise RunError(f"{run} kept no samples of {what}.")
-    return pd.read_parquet(RunDirectory(run).rollouts / f"step-{steps[-1] if step is None else step:08d}.parquet")
+def sample_files(run: str | Path, failed: bool = False) -> dict[int, list[Path]]:
+    """Returns step -> files of its samples.
+
+    failed: with the rollouts of steps that failed, which every process wrote to a file of its own.
+    """
+    files: dict[int, list[Path]] = {}
+    for file in sorted(RunDirectory(run).rollouts.glob("*.parquet" if failed else "step-*.parquet")):
+        files.setdefault(sample_step(file), []).append(file)
+    return files
 
 
-def read_group(run: str | Path, step: int | None = None, prompt: int | None = None) -> pd.DataFrame:
-    """The rollouts of one prompt group. prompt: None takes the first group whose rewards differ, else the first."""
-    samples = read_samples(run, step)
+def read_samples(run: str | Path, step: int | None = None, failed: bool = False) -> pd.DataFrame:
+    """Reads a row per rollout of one kept step, the last by default.
+
+    Args:
+        run: the run directory.
+        step: a kept step; None for the last one.
+        failed: whether the rollouts of failed steps count too.
+
+    Raises:
+        RunError: the run kept none of that step, with the steps there are; or it is no run directory.
+    """
+    directory, files = RunDirectory(run), sample_files(run, failed)
+    if not files and not directory.config_file.exists():
+        nearby = sorted(config.parent for config in directory.path.glob("**/config.yaml"))
+        hint = nearby[0] if nearby else "the directory that the run printed at its end"
+        raise RunError(f"{directory.path} is no run directory: it has no config.yaml. Try {hint}.")
+    if not files:
+        raise RunError(f"{directory.path} has kept no rollouts. Set rollouts.every=20 and run again.")
+    chosen = max(files) if step is None else step
+    if chosen not in files:
+        raise RunError(f"step={step} has no samples in {directory.path}; kept: {', '.join(map(str, sorted(files)))}.")
+    return pd.concat([pd.read_parquet(file) for file in files[chosen]], ignore_index=True)
+
+
+def select_group(samples: pd.DataFrame, prompt: int | None = None) -> pd.DataFrame:
+    """Returns the rollouts of one prompt group, in order.
+
+    Args:
+        samples: rows of `read_samples`.
+        prompt: its number; None for the first group whose rewards differ, else the first group.
+
+    Raises:
+        RunError: there is no such prompt, with the prompts there are.
+    """
     if prompt is None:
         spread = samples.groupby("prompt").reward.agg(lambda rewards: rewards.max() - rewards.min())
         prompt = spread[spread > 0].index[0] if (spread > 0).any() else spread.index[0]
     group = samples[samples.prompt == prompt]
     if group.empty:
-        kept = ", ".join(str(found) for found in sorted(samples.prompt.unique()))
-        raise RunError(f"{run} kept the prompts {kept} at this step; {prompt} is not one of them.")
-    return group
+        kept = ", ".join(map(str, sorted(samples.prompt.unique())))
+        raise RunError(f"prompt={prompt} is not among the kept prompt groups; kept: {kept}.")
+    return group.sort_values("rollout", kind="stable")
+
+
+def read_group(run: str | Path, step: int | None = None, prompt: int | None = None) -> pd.DataFrame:
+    """Reads the rollouts of one prompt group; arguments as in `read_samples` and `select_group`."""
+    return select_group(read_samples(run, step), prompt)
 
 
 def own_tokens(rollout: pd.Series) -> list[str]:
-    """Text of the tokens that the policy sampled, tool tokens left out: in step with energies and advantages."""
+    """Returns the text of the tokens that the policy sampled, one for each energy and advantage."""
     return [token for token, own in zip(rollout.tokens, rollout.own, strict=True) if own]
 
 
+def has_energy(rollout: pd.Series) -> bool:
+    """Tells whether the run recorded this rollout's energies; parquet leaves None or NaN where it did not."""
+    return np.ndim(rollout.energies) > 0
+
+
 def energy(rollout: pd.Series) -> NDArray:
-    """Realized energy W_t per own token. Raises RunError where the run did not record it."""
-    if rollout.energies is None:
+    """Returns the realized energy W_t per own token. Raises RunError where the run did not record it."""
+    if not has_energy(rollout):
         raise RunError("These samples hold no energies: their baseline needs none. Run again with log_energy=true.")
     return np.asarray(rollout.energies, float)

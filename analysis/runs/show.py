@@ -9,28 +9,29 @@ import argparse
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from rich.color import Color
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from analysis.runs.samples import energy, has_energy, read_samples, select_group
+from analysis.runs.token_colours import background, largest
 from otb.errors import RunError
-from otb.records import RunDirectory, sample_step
 
-COLOURS = ("advantage", "energy")
-RED, GREEN, BLUE = (200, 30, 30), (0, 130, 60), (30, 80, 200)
-OTHER = Style(dim=True, italic=True)  # tool tokens: the policy did not sample them
+COLOURED_BY = ("advantage", "energy")
+TOOL_TOKEN = Style(dim=True, italic=True)  # the policy did not sample it
+NOT_FINITE = Style(reverse=True)
 MAX_PROMPT_CHARACTERS = 600
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 shown, 2 where there is nothing to show."""
+    """Runs the command. Returns the exit status: 0 where a group was printed, 2 where there is none to print."""
     options = parse_arguments(arguments)
     console = Console(highlight=False)
     try:
-        samples = read_samples(RunDirectory(options.run), options.step)
-        show_group(console, samples, options.prompt, options.by)
+        show_group(console, read_samples(options.run, options.step, failed=True), options.prompt, options.by)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -38,111 +39,83 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m otb.show", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m otb.show", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--step", type=int, help="step of the samples; default: the last one kept")
     parser.add_argument("--prompt", type=int, default=0, help="which prompt group of the step, from 0; default: 0")
-    parser.add_argument("--by", choices=COLOURS, default="advantage", help="what colours a token; default: advantage")
+    parser.add_argument(
+        "--by", choices=COLOURED_BY, default="advantage", help="what colours a token; default: advantage"
+    )
     return parser.parse_args(arguments)
-
-
-def read_samples(directory: RunDirectory, step: int | None) -> pd.DataFrame:
-    """The kept rollouts of a step, of the last kept one for None. Raises RunError, with the steps there are."""
-    if not directory.config_file.exists():
-        raise RunError(f"{directory.path} is no run directory: it has no config.yaml. Try {_runs_nearby(directory)}.")
-    files: dict[int, list[Path]] = {}
-    for file in sorted(directory.rollouts.glob("*.parquet")):
-        files.setdefault(sample_step(file), []).append(file)
-    if not files:
-        raise RunError(
-            f"{directory.path} keeps no rollouts, or has not come to the first step that does. Try rollouts.every=20."
-        )
-    chosen = max(files) if step is None else step
-    if chosen not in files:
-        raise RunError(f"step={step} has no samples in {directory.path}; kept: {', '.join(map(str, sorted(files)))}.")
-    return pd.concat([pd.read_parquet(file) for file in files[chosen]], ignore_index=True)
-
-
-def _runs_nearby(directory: RunDirectory) -> str:
-    found = sorted(config.parent for config in directory.path.glob("**/config.yaml"))
-    return f"{found[0]}" if found else "the directory that the run printed at its end"
 
 
 def show_group(console: Console, samples: pd.DataFrame, prompt: int, by: str) -> None:
     """Prints one prompt group: the prompt, a legend, then each rollout with its reward and coloured tokens."""
-    prompts = sorted(samples["prompt"].unique())
-    if prompt not in prompts:
-        raise RunError(f"prompt={prompt} is not among the kept prompt groups; kept: {', '.join(map(str, prompts))}.")
-    group = samples[samples["prompt"] == prompt].sort_values("rollout")
-    if by == "energy" and group["energies"].isna().any():
-        raise RunError("--by energy: this run measured no energies. Use a baseline with energy, or log_energy=true.")
-    values = [token_values(rollout, by) for rollout in group.itertuples()]
-    largest = max((abs(value) for row in values for value in row), default=0.0)
-
-    console.print(f"[bold]step {group['step'].iloc[0]}, prompt {prompt} of {len(prompts)} kept, {len(group)} rollouts")
+    group = select_group(samples, prompt)
+    values = [token_values(rollout, by) for _, rollout in group.iterrows()]
+    limit = largest(values)
+    prompts = samples["prompt"].nunique()
+    console.print(f"[bold]step {group['step'].iloc[0]}, prompt {prompt} of {prompts} kept, {len(group)} rollouts")
     text = group["prompt_text"].iloc[0].strip()
     cut = len(text) - MAX_PROMPT_CHARACTERS
     console.print(Text(text[:MAX_PROMPT_CHARACTERS] + (f" ... ({cut} more characters)" if cut > 0 else "")))
-    console.print(legend(by, largest))
-    for rollout, row in zip(group.itertuples(), values, strict=True):
+    console.print(legend(by, limit))
+    for (_, rollout), row in zip(group.iterrows(), values, strict=True):
         console.print()
         console.print(Text(headline(rollout), style="bold"))
-        console.print(coloured(rollout, row, by, largest))
+        console.print(coloured(rollout, row, by, limit))
 
 
-def token_values(rollout, by: str) -> list[float]:
-    """One value per own token: its advantage, or the energy that it adds to the rollout's."""
+def token_values(rollout: pd.Series, by: str) -> list[float]:
+    """Returns one value per own token: its advantage, or the energy that it adds to the rollout's."""
     if by == "advantage":
         return [float(value) for value in rollout.advantages]
-    energies = [float(value) for value in rollout.energies]
-    return [energy - before for energy, before in zip(energies, [0.0, *energies], strict=False)]
+    return np.diff(energy(rollout), prepend=0.0).tolist()
 
 
-def headline(rollout) -> str:
+def headline(rollout: pd.Series) -> str:
+    """Returns the line above a rollout: its number, reward, length, range of advantages and energy."""
     own = len(rollout.advantages)
     reward = "unscored" if pd.isna(rollout.reward) else f"reward {rollout.reward:g}"
     facts = [f"rollout {rollout.rollout}", reward, f"{own} tokens"]
     if own:
         lowest, highest = min(rollout.advantages), max(rollout.advantages)
         facts.append(f"advantage {lowest:+.3f}" + (f" to {highest:+.3f}" if highest != lowest else ""))
-    if rollout.energies is not None and own:
+    if own and has_energy(rollout):
         facts.append(f"energy {rollout.energies[-1]:.2f}")
     return "  ".join(facts)
 
 
-def legend(by: str, largest: float) -> Text:
+def legend(by: str, limit: float) -> Text:
+    """Returns the line that explains the colours."""
     text = Text("colour: ")
     if by == "advantage":
-        text.append(f" -{largest:.2f} ", shade(-1.0, by)).append(" less likely ")
-        text.append(" 0 ").append(" more likely ").append(f" +{largest:.2f} ", shade(1.0, by))
+        text.append(f" -{limit:.2f} ", style_of(-limit, limit, by)).append(" less likely ")
+        text.append(" 0 ").append(" more likely ").append(f" +{limit:.2f} ", style_of(limit, limit, by))
     else:
-        text.append("energy of the token ").append(" 0 ").append(" to ").append(f" {largest:.2f} ", shade(1.0, by))
-    return text.append("  ").append("tool output", OTHER)
+        text.append("energy of the token ").append(" 0 ").append(" to ")
+        text.append(f" {limit:.2f} ", style_of(limit, limit, by))
+    return text.append("  ").append("tool output", TOOL_TOKEN)
 
 
-def coloured(rollout, values: list[float], by: str, largest: float) -> Text:
-    """The response, each own token on the colour of its value; control characters made visible."""
+def coloured(rollout: pd.Series, values: list[float], by: str, limit: float) -> Text:
+    """Returns the response, each own token on the colour of its value; control characters made visible."""
     text, remaining = Text(), iter(values)
     for token, own in zip(rollout.tokens, rollout.own, strict=True):
-        style = shade(next(remaining) / largest if largest else 0.0, by) if own else OTHER
-        text.append(visible(token), style)
+        text.append(visible(token), style_of(next(remaining), limit, by) if own else TOOL_TOKEN)
     return text
 
 
 def visible(token: str) -> str:
-    """Line ends are kept behind a mark; other control characters, which could move the cursor, are spelled out."""
+    """Spells out control characters, which could move the cursor; line ends are kept behind a mark."""
     spelled = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in token)
     return spelled.replace("\n", "\u21b5\n")
 
 
-def shade(share: float, by: str) -> Style:
-    """The background of a value, share in [-1, 1] of the largest: white is 0. Not finite: inverse video."""
-    if not -1.0 <= share <= 1.0:
-        return Style(reverse=True)
-    colour = BLUE if by == "energy" else GREEN if share > 0 else RED
-    red, green, blue = (round(255 + (channel - 255) * abs(share)) for channel in colour)
-    text = "white" if abs(share) > 0.6 else "black"
-    return Style(color=text, bgcolor=Color.from_rgb(red, green, blue))
+def style_of(value: float, limit: float, by: str) -> Style:
+    """Returns black text on the colour of a value; inverse video for a value that is not finite."""
+    colour = background(value, limit, by)
+    return NOT_FINITE if colour is None else Style(color="black", bgcolor=Color.from_rgb(*colour))
 
 
 if __name__ == "__main__":

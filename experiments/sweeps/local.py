@@ -6,7 +6,6 @@ A run that is killed is started again and resumes, up to a limit; one that is re
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
+from experiments.hardware import visible_gpus
 from experiments.run_lock import RESTARTS_VARIABLE, heartbeat_age, is_alive, read_lock, restarts
 from experiments.sweeps.display import SweepDisplay
 from experiments.sweeps.jobs import Job, earlier_jobs, may_restart, reason_in, save_jobs
@@ -42,10 +42,10 @@ def launch(
     check_parallel(parallel)
     if not wait:
         raise RunError("wait=false needs a queue that keeps the runs. Add hydra/launcher=slurm, or use wait=true.")
-    folder, jobs = folder_of(sweep), plan(loader, sweep, job_overrides, processes=1)
+    folder, jobs = folder_of(sweep), plan(loader, sweep, job_overrides, processes=sweep.gpus or 1)
     earlier_jobs(folder, jobs)  # refuses the folder of another sweep
     save_jobs(folder, jobs)
-    LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite).run()
+    LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite, sweep.gpus or 1).run()
 
 
 class LocalSweep:
@@ -54,11 +54,22 @@ class LocalSweep:
     Args:
         parallel: runs at a time; None for one per GPU, or per core where there is no GPU.
         max_restarts: of a run that is killed, in a row without a new checkpoint.
+        gpus_per_run: GPUs that one run trains on; it starts its own processes.
     """
 
-    def __init__(self, folder: Path, jobs: list[Job], parallel: int | None, max_restarts: int, overwrite: bool):
+    def __init__(
+        self,
+        folder: Path,
+        jobs: list[Job],
+        parallel: int | None,
+        max_restarts: int,
+        overwrite: bool,
+        gpus_per_run: int = 1,
+    ):
         self.folder, self.jobs, self.max_restarts = folder, jobs, max_restarts
-        gpus = visible_gpus()
+        names = visible_gpus()
+        whole = range(0, len(names) - gpus_per_run + 1, gpus_per_run)
+        gpus = [",".join(names[first : first + gpus_per_run]) for first in whole]  # of one run each
         slots = range(parallel or len(gpus) or len(os.sched_getaffinity(0)))
         # None: no GPU to choose; with more runs than GPUs, several share one
         self.free = [gpus[slot % len(gpus)] if gpus else None for slot in reversed(slots)]
@@ -128,16 +139,6 @@ def goes_on(job: Job) -> bool:
     """Tells whether there is nothing to start: the run is done, or another process holds its lock."""
     lock = Path(job.run) / "lock.json"
     return state_of(job).state == "done" or (lock.exists() and is_alive(read_lock(lock), heartbeat_age(lock)))
-
-
-def visible_gpus() -> list[str]:
-    """Returns the GPUs as CUDA_VISIBLE_DEVICES names them, or else counts the driver's; torch would take seconds."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in visible.split(",") if name]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    return [str(number) for number, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
 
 
 def check_parallel(parallel: int | None) -> None:

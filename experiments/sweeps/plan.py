@@ -1,4 +1,4 @@
-"""The runs of a sweep, composed and checked before any of them starts. Called by the launchers. Imports no torch."""
+"""Composes and checks the runs of a sweep before any of them starts, for the launchers. Imports no torch."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from otb.errors import RunError, first_line, unwritable
 from otb.files import sha256_of
+from otb.policies.templates import set_chat_template, stop_at_end_of_turn
 from otb.policies.tiny_policy import build_tokenizer, model_config
 from otb.policies.warm_start import WarmStart, default_cache_dir, warm_start
 
@@ -30,10 +31,14 @@ TINY = "tiny"
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
-def describe_policy(name: str, revision: str | None) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+def describe_policy(
+    name: str, revision: str | None, chat_template: str | None = None
+) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
     """Returns tokenizer and configuration of a policy, without its weights.
 
-    Raises RunError where they cannot be loaded, or where there is no chat template: prompts are chat messages.
+    chat_template: `model.chat_template`, see templates.py; None keeps the tokenizer's own. The tokenizer's end token is
+    the one with which the template ends a turn. Raises RunError where they cannot be loaded, or where there is no chat
+    template: prompts are chat messages.
     """
     if name == TINY:
         tokenizer = build_tokenizer()
@@ -44,11 +49,8 @@ def describe_policy(name: str, revision: str | None) -> tuple[PreTrainedTokenize
         tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, padding_side="left")
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(place, revision, error) from error
-    if tokenizer.chat_template is None:
-        raise RunError(
-            f"model.name={name} has a tokenizer without a chat template, and prompts here are chat messages. Use the "
-            "instruct variant, or save the tokenizer with a chat_template into a local folder."
-        )
+    set_chat_template(tokenizer, chat_template, name)
+    stop_at_end_of_turn(tokenizer)
     return tokenizer, config
 
 
@@ -59,8 +61,10 @@ def check_prompt_lengths(
     max_prompt_length: int | None,
     max_completion_length: int,
     tools: list[Callable] | None = None,
-) -> None:
+) -> int:
     """Raises RunError where a prompt (chat messages) is longer than the limit, in tokens with the chat template.
+
+    Returns how many bytes the longest text has: as many tokens at the most.
 
     max_prompt_length: None for what the model's context leaves beside `max_completion_length`; no limit where the
     configuration names no context. A token is at least one byte, so only texts of more bytes than that are tokenized.
@@ -76,12 +80,11 @@ def check_prompt_lengths(
                 f"context of {context} tokens. Try task.max_completion_length={context // 2}."
             )
         limit = room if limit is None else min(limit, room)
-    if limit is None:
-        return
-    longest, too_long = 0, []
+    longest, too_long, most_bytes = 0, [], 0
     for row, prompt in enumerate(prompts):
         text = tokenizer.apply_chat_template(prompt, tools=tools, tokenize=False, add_generation_prompt=True)
-        if len(text.encode()) > limit:
+        most_bytes = max(most_bytes, len(text.encode()))
+        if limit is not None and len(text.encode()) > limit:
             length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
             longest = max(longest, length)
             too_long += [row] if length > limit else []
@@ -92,6 +95,7 @@ def check_prompt_lengths(
             f"{len(too_long)} prompts are longer than {limit} tokens ({source}), the first is row {too_long[0]}, the "
             f"longest has {longest}. {fix}, or leave these rows out of the dataset."
         )
+    return most_bytes if limit is None else min(most_bytes, limit)
 
 
 def check_lora_targets(lora: LoraConfig, config: PreTrainedConfig) -> None:

@@ -27,7 +27,7 @@ REQUEST = struct.Struct("=QdQQQ")
 REPORT = struct.Struct("=BQid")
 READY, STARTED, ENDED = range(3)
 
-START_SECONDS = 20  # from a request to the program's first instruction; a loaded machine needs some of it
+START_SECONDS = 60  # from a request to the program's first instruction; a loaded machine needs some of it
 TICK = 0.02  # seconds between two looks at memory and CPU time
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CLOCK = os.sysconf("SC_CLK_TCK")

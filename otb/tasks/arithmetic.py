@@ -68,6 +68,11 @@ class Arithmetic:
         """
         return [float(boxed_integer(c) == int(a)) for c, a in zip(completions, answer, strict=True)]
 
+    def answers(self, completions: list) -> list[str | None]:
+        """Returns what `reward` compares with the reference: the boxed integer as str, None where there is none."""
+        found = [boxed_integer(completion) for completion in completions]
+        return [None if integer is None else str(integer) for integer in found]
+
     def demonstrations(self, seed: int, n: int, noise: float = 1.0) -> list[list[dict]]:
         """Returns `n` demonstrations as chat messages (user, assistant), for warm_start.py; a larger `n` adds to them.
 

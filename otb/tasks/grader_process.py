@@ -18,7 +18,7 @@ import threading
 from dataclasses import replace
 
 CPU_SECONDS = 2.0  # of one comparison; the slowest of 1,500 pairs of MATH answers took 0.3 s
-WALL_SECONDS = 20.0  # for a child that waits instead of computing, as when the machine swaps
+WALL_SECONDS = 60.0  # for a child that waits instead of computing: 2 s of a busy machine take ten times as long
 MEMORY_BYTES = 4 << 30
 JOBS_PER_PROCESS = 5_000  # sympy's caches grow; a fresh process costs half a second
 MAX_PROCESSES = min(4, os.cpu_count() or 1)

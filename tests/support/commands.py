@@ -1,10 +1,11 @@
-"""The real commands in processes that tests may kill: `experiments/run.py` and `experiments/variance.py`.
+"""The real commands in processes that tests may kill: `run.py`, `variance.py` and `evaluate.py` in experiments/.
 
 They are forked from a server that has imported torch.
 
 The imports cost seconds, and a test that kills a run twenty times would pay them twenty times.
 """
 
+import atexit
 import ctypes
 import importlib
 import json
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from matplotlib.figure import Figure
 
 from tests.support import holds
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
@@ -29,10 +32,14 @@ PRELOAD = [
     "experiments.summary",
     "experiments.variance",
     "experiments.laboratory",
-    "analysis.learning_curves",
+    "analysis.run_picture",
+    "experiments.evaluate",
+    "experiments.evaluation.evaluator",
+    "experiments.evaluation.report",
     "tests.support.parity_task",
     "tests.support.commands",
 ]
+HEAVY = {"torch", "transformers", "trl", "pandas", "matplotlib"}  # a second and more each
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
 
@@ -65,14 +72,18 @@ def start(
     limit: int | None = None,
     script: str = "run",
     cpu_seconds: float | None = None,
+    quick: bool = True,
     **environment,
 ) -> multiprocessing.Process:
     """`experiments/SCRIPT.py` in a process of its own; what it prints goes into `log`.
 
     limit: the largest file that it may write, in bytes: a full disk. File modes hold for it even where root runs it.
     cpu_seconds: after so much time of the processor SIGPROF kills it. `cpu_seconds(log)` has what it took to its end.
+    quick: files of figures stay empty (rendering takes a fifth of the time of a short run), and processes of a pool are
+    forked from the command (spawned, each would import torch).
     """
-    process = context.Process(target=_command, args=(script, given, str(log), limit, cpu_seconds, environment))
+    options = {"limit": limit, "cpu_seconds": cpu_seconds, "quick": quick, "environment": environment}
+    process = context.Process(target=_command, args=(script, given, str(log)), kwargs=options)
     process.start()
     return process
 
@@ -89,6 +100,13 @@ def join(process: multiprocessing.Process) -> None:
     """Waits for the end. Raises AssertionError where it does not come."""
     process.join(PATIENCE_SECONDS)
     assert process.exitcode is not None, f"the command did not end within {PATIENCE_SECONDS:g} s"
+
+
+@atexit.register
+def end_what_a_failed_test_left() -> None:
+    """A run that nobody releases would keep the session from ending."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def cpu_seconds(log: Path) -> float:
@@ -111,9 +129,22 @@ def run_command_line(
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
-def _command(
-    script: str, given: list[str], log: str, limit: int | None, cpu_seconds: float | None, environment: dict[str, str]
-) -> None:
+def run_light(given: list[str], cwd: Path = ROOT, script: str = "run", **environment) -> subprocess.CompletedProcess:
+    """`run_command_line` for what has to answer at once. Raises AssertionError where it imports a library of HEAVY.
+
+    benchmarks/startup.py measures the seconds.
+    """
+    done = run_command_line(given, cwd, script, PYTHONPROFILEIMPORTTIME="1", **environment)
+    lines = done.stderr.splitlines(keepends=True)
+    imports = [line for line in lines if line.startswith("import time:")]
+    modules = {line.rpartition("|")[2].strip() for line in imports}
+    assert "hydra" in modules, "nothing shows what was imported"
+    assert not modules & HEAVY, modules & HEAVY
+    done.stderr = "".join(line for line in lines if line not in imports)
+    return done
+
+
+def _command(script: str, given: list[str], log: str, *, limit, cpu_seconds, quick, environment) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -122,6 +153,9 @@ def _command(
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     holds.install()
+    if quick:
+        Figure.savefig = lambda figure, path, **options: Path(path).touch()
+        multiprocessing.get_context = lambda method=None: multiprocessing.context.ForkContext()
     if cpu_seconds is not None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF; its default action ends the process
     try:

@@ -1,7 +1,9 @@
-"""One rank of tests/test_distributed.py, started by torchrun: training steps whose groups span both ranks."""
+"""One rank of tests/test_distributed.py, started by torchrun: training steps whose groups span both ranks.
+
+Arguments: the folder of the policy, the folder in which each training gets one of its own.
+"""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -37,7 +39,7 @@ class RankTrainer(RecordingTrainer):
             }
             for i in range(len(mask))
         ]
-        Path(os.environ["OTB_TEST_OUT"], f"rank{self.accelerator.process_index}.json").write_text(json.dumps(rows))
+        Path(self.args.output_dir, f"rank{self.accelerator.process_index}.json").write_text(json.dumps(rows))
         return output
 
 
@@ -102,8 +104,9 @@ def noise(policy: str, output: str) -> None:
         Path(output, "metrics.json").write_text(json.dumps(trainer.state.log_history[0]))
 
 
-def main(policy: str, output: str) -> None:
-    # 6 rollouts a rank in groups of 4: the second group has two rollouts on either rank
+def otb(policy: str, output: str) -> None:
+    """One step whose second group has two rollouts on either rank."""
+    # 6 rollouts a rank in groups of 4
     options = dict(max_steps=1, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
     RankTrainer(
         AutoModelForCausalLM.from_pretrained(policy),
@@ -115,4 +118,7 @@ def main(policy: str, output: str) -> None:
 
 
 if __name__ == "__main__":
-    {"otb": main, "probe": probe, "noise": noise}[sys.argv[1]](*sys.argv[2:])
+    for train in (otb, probe, noise):
+        folder = Path(sys.argv[2], train.__name__)
+        folder.mkdir(exist_ok=True)
+        train(sys.argv[1], str(folder))

@@ -12,14 +12,12 @@ Moments:
   warm start 9          nine steps of the warm start are done
 """
 
+import contextlib
 import os
-import time
 from functools import wraps
 from pathlib import Path
 
-import psutil
-
-from tests.support.waiting import wait_for
+from tests.support.waiting import alive, wait_for
 
 MOMENTS, FOLDER = "OTB_TEST_HOLD", "OTB_TEST_HOLD_FOLDER"
 UNNAMED = "a run"  # where the moment lies outside of any run directory
@@ -43,9 +41,10 @@ class Hold:
         """The runs that wait now, name of the run directory -> process id."""
         waiting = {}
         for file in self.folder.glob("*.held"):
-            pid = int(file.read_text())
-            if psutil.pid_exists(pid):  # a killed run leaves its file behind
-                waiting[file.stem] = pid
+            with contextlib.suppress(FileNotFoundError):  # it has just gone on
+                pid = int(file.read_text())
+                if alive(pid):  # a killed run leaves its file behind
+                    waiting[file.stem] = pid
         return waiting
 
     def wait(self, process=None, run: str | None = None) -> int:
@@ -87,8 +86,7 @@ def hold(moment: str, run: str = UNNAMED) -> None:
     aside.write_text(str(os.getpid()))
     aside.rename(file)
     released = [folder / f"{name}.released" for name in (run, UNNAMED)]
-    while not received() and not any(name.exists() for name in released):
-        time.sleep(0.01)
+    wait_for(lambda: received() or any(name.exists() for name in released), every=0.02)
     file.unlink()
 
 

@@ -1,18 +1,34 @@
 """What the sandbox's tests share: whether they can run here, short limits, and what a sandbox left behind."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from otb.sandbox import Limits
+from otb.sandbox import Limits, Result
+from otb.sandbox.bubblewrap import Bubblewrap
+from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
-LIMITS = Limits(wall_seconds=1.0, cpu_seconds=1.0, memory_bytes=320 << 20)
+# For programs that never end: whatever the load of the machine, they are still running when this is over.
+SHORT = Limits(wall_seconds=1.0, cpu_seconds=1.0, memory_bytes=320 << 20)
+# For programs that end by themselves, or at another limit: whatever the load, they get that far.
+PATIENT = Limits(wall_seconds=PATIENCE_SECONDS, cpu_seconds=PATIENCE_SECONDS, memory_bytes=320 << 20)
+# Part of a program: waits for SIGUSR1, which only a test can send to it (`HeldPrograms`).
+HERE_IT_WAITS = """
+import signal, time
+released = []
+signal.signal(signal.SIGUSR1, lambda *_: released.append(True))
+while not released: time.sleep(0.01)
+"""
 REPOSITORY = Path(__file__).parents[2]
 
 # In CI a missing bubblewrap is a failure, never a skip.
@@ -20,29 +36,89 @@ needs_bubblewrap = pytest.mark.skipif(
     shutil.which("bwrap") is None and "CI" not in os.environ, reason="bubblewrap is not installed"
 )
 
-# Reads a program a line (JSON), answers with its status and output.
+# Reads a program and its limits a line (JSON), answers with status and output.
 DRIVER = """
 import json, os, sys
-from otb.sandbox import Limits
+from otb.sandbox import Limits, Result
 from otb.sandbox.bubblewrap import Bubblewrap
-with Bubblewrap(Limits(**json.loads(sys.argv[1])), workers=2) as sandbox:
+from otb.sandbox.bubblewrap import Bubblewrap
+with Bubblewrap(workers=2) as sandbox:
     print(json.dumps(os.getuid()), flush=True)
     for line in sys.stdin:
-        result = sandbox.run(json.loads(line))
+        program, limits = json.loads(line)
+        result = sandbox.run(program, Limits(**limits))
         print(json.dumps([result.status, result.stdout]), flush=True)
 """
 
 
+def limits_for(statuses: str) -> Limits:
+    """The limits of a program that may end with these statuses (words)."""
+    return SHORT if "timeout" in statuses.split() else PATIENT
+
+
+def children(pid: int) -> list[int]:
+    """The live processes that this one started."""
+    found = []
+    with contextlib.suppress(OSError):  # it has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
+
+
 def descendants(pid: int) -> list[int]:
-    """The live processes below this one."""
+    """The live processes below this one, the nearest first."""
     found = [pid]
     for parent in found:
-        try:
-            tasks = os.listdir(f"/proc/{parent}/task")
-            found += [int(c) for t in tasks for c in Path(f"/proc/{parent}/task/{t}/children").read_text().split()]
-        except OSError:
-            continue
+        found += children(parent)
     return found[1:]
+
+
+def programs(sandbox: Bubblewrap) -> list[int]:
+    """The programs that a sandbox runs now: below the broker, bubblewrap, its process 1 and the runner."""
+    level = [sandbox.open()._process.pid]
+    for _ in range(4):
+        level = [child for parent in level for child in children(parent)]
+    return level
+
+
+class HeldPrograms:
+    """Runs programs, in a thread of its own, that wait HERE_IT_WAITS until they are released."""
+
+    def __init__(self, sandbox: Bubblewrap, codes: list[str]):
+        self.sandbox, self.codes, self.results = sandbox, codes, None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.results = self.sandbox.run_many(self.codes)
+
+    def held(self) -> list[int]:
+        """The programs that wait now."""
+        return [pid for pid in programs(self.sandbox) if listens(pid, signal.SIGUSR1)]
+
+    def release(self) -> list[int]:
+        """Lets those that wait now go on -> who they were."""
+        released = self.held()
+        for pid in released:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        return released
+
+    def end(self) -> list[Result]:
+        """Lets all of them go on, those too that have not been started yet, to their end."""
+        wait_for(lambda: self.release() is None or not self.thread.is_alive())
+        self.thread.join()
+        return self.results
+
+
+def listens(pid: int, number: int) -> bool:
+    """Whether a process has a handler for this signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def open_descriptors(pid: int | str = "self") -> int:
@@ -54,7 +130,7 @@ class OrdinaryUser:
 
     UID = 4321
 
-    def __init__(self, limits: dict):
+    def __init__(self):
         libraries = sysconfig.get_path("purelib")
         sources = {"python": sys.base_prefix, "repository": REPOSITORY, "packages": libraries}
         mounts = "mount --make-rprivate / && mount -t tmpfs none /mnt"
@@ -72,11 +148,11 @@ class OrdinaryUser:
             "--mount",
             "sh",
             "-c",
-            f'{mounts} && cd /mnt && exec {uid} {python} -B -c "$0" "$1"',
+            f'{mounts} && cd /mnt && exec {uid} {python} -B -c "$0"',
             DRIVER,
         ]
         self.process = subprocess.Popen(
-            [*words, json.dumps(limits)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.uid = self._answer()
 
@@ -85,12 +161,12 @@ class OrdinaryUser:
         assert line, "the ordinary user's sandbox did not start"
         return json.loads(line)
 
-    def run(self, program: str) -> tuple[str, str]:
-        self.process.stdin.write(json.dumps(program) + "\n")
+    def run(self, program: str, limits: Limits) -> tuple[str, str]:
+        self.process.stdin.write(json.dumps([program, asdict(limits)]) + "\n")
         self.process.stdin.flush()
         return tuple(self._answer())
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_SECONDS)
         self.process.stdout.close()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.support.commands import ROOT, SHORT_RUN
+from tests.support.waiting import PATIENCE_SECONDS
 
 SCRIPT = ROOT / "slurm" / "local_cluster.sh"
 
@@ -25,7 +26,8 @@ class Cluster:
         return self.command(str(SCRIPT), what, str(self.folder))
 
     def command(self, *words: str, **extra: str) -> str:
-        done = subprocess.run(words, env=self.variables | extra, capture_output=True, text=True, timeout=120)
+        variables = self.variables | extra
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -40,12 +42,14 @@ class Cluster:
             env=self.variables | extra,
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=PATIENCE_SECONDS,
         )
 
     def status(self, folder: Path, *options: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "slurm.status", str(folder), *options]
-        done = subprocess.run(command, env=self.variables, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.variables, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        )
         assert "Traceback" not in done.stderr, done.stderr
         return done.returncode, done.stdout + done.stderr
 

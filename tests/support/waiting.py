@@ -2,16 +2,17 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 # The generous end of every wait. Nothing in the suite is expected to take so long: whoever reaches it waits in vain.
 PATIENCE_SECONDS = 900.0
 
 
-def wait_for(condition: Callable[[], object], process=None) -> None:
+def wait_for(condition: Callable[[], object], process=None, every: float = 0.005) -> None:
     """Returns when `condition()` is true. Raises AssertionError after PATIENCE_SECONDS.
 
     process: of multiprocessing or subprocess; once it has ended, nothing is going to happen any more, and the wait is
-    over at once.
+    over at once. every: seconds from one look to the next.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
@@ -20,7 +21,7 @@ def wait_for(condition: Callable[[], object], process=None) -> None:
             return
         assert not ended, f"the process ended with exit code {ended_with(process)} before what was waited for"
         assert time.monotonic() < deadline, f"waited in vain for {PATIENCE_SECONDS:g} s"
-        time.sleep(0.005)
+        time.sleep(every)
 
 
 def has_ended(process) -> bool:
@@ -30,3 +31,11 @@ def has_ended(process) -> bool:
 def ended_with(process) -> int | None:
     """The exit code, None while it runs."""
     return process.poll() if hasattr(process, "poll") else process.exitcode
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,4 +1,4 @@
-"""Estimators beyond the paper: leave-one-out, probes, the value model; by identities and by dense computations."""
+"""Baselines that learn over the steps: probes and the value model, by identities and by dense computations."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,17 +10,10 @@ import torch
 from otb.advantages import advantages
 from otb.baselines.damped_probe import DampedProbe
 from otb.baselines.energy_probe import STRENGTHS, EnergyProbe
-from otb.baselines.ob_exact import ob_exact
-from otb.baselines.otb import otb
-from otb.baselines.otb_carry_loo import otb_carry_loo
-from otb.baselines.otb_exact import otb_exact
-from otb.baselines.otb_loo import otb_loo
 from otb.baselines.rloo import rloo
-from otb.baselines.sequence_energy import sequence_energy
-from otb.baselines.sequence_energy_loo import sequence_energy_loo
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
-from otb.rollouts import RolloutGroups, TokenStates
+from otb.rollouts import RolloutGroups
 from tests.support.groups import learned, random_groups, seen_by, token_states
 
 PROBES = {
@@ -35,91 +28,6 @@ REDUCING = {name: make for name, make in PROBES.items() if hasattr(make(), "redu
 
 def value_of(baseline, rollouts):
     return baseline(seen_by(baseline, rollouts))
-
-
-# ---- leave-one-out
-
-
-@pytest.mark.parametrize(
-    ("inclusive", "leave_one_out", "energy"),
-    [
-        (partial(otb, tail="carry", eps=0.0), otb_carry_loo, lambda rollouts: rollouts.energy),
-        (partial(sequence_energy, eps=0.0), sequence_energy_loo, lambda rollouts: rollouts.energy[..., -1:]),
-    ],
-    ids=["otb", "sequence_energy"],
-)
-def test_being_in_ones_own_baseline_damps_the_advantage_by_ones_share_of_the_energy(inclusive, leave_one_out, energy):
-    """A_i = (1 - omega_i) (R_i - B_without_i), omega = W_i / sum W."""
-    rollouts = random_groups(dtype=torch.float64)
-    share = energy(rollouts) / energy(rollouts).sum(1, keepdim=True)
-    damped = (1 - share) * (rollouts.returns - leave_one_out(rollouts))
-    torch.testing.assert_close(
-        advantages(rollouts, inclusive(rollouts)), damped * rollouts.alive[..., : share.shape[2]]
-    )
-
-
-def test_otb_with_its_own_tail_damps_the_leave_one_out_advantage_where_others_are_alive():
-    rollouts = random_groups(dtype=torch.float64)
-    energy = rollouts.energy * rollouts.alive
-    share = energy / energy.sum(1, keepdim=True).clamp(min=1e-300)
-    damped = (1 - share) * (rollouts.returns - otb_loo(rollouts)) * rollouts.alive
-    torch.testing.assert_close(advantages(rollouts, otb(rollouts, tail="own", eps=0.0)), damped)
-
-
-def test_otb_loo_compares_with_the_others_alive_and_in_its_tails_with_those_that_ended():
-    # W: first 1, 3, 4; second 3, 4; third 2. R: 1, 0, 0.5.
-    norms = torch.tensor([[[1.0, 2.0, 1.0], [3.0, 1.0, 0.0], [2.0, 0.0, 0.0]]])
-    rollouts = RolloutGroups(torch.tensor([[1.0, 0.0, 0.5]]), torch.tensor([[3, 2, 1]]), norms)
-    # t=1, first: (3 x 0 + 2 x 0.5) / 5; second: (1 x 1 + 2 x 0.5) / 3; third: (1 x 1 + 3 x 0) / 4
-    # t=2, first: second alone, 0; second: first alone, 1. t=3, first: nobody; ended: (4 x 0 + 2 x 0.5) / 6
-    carry, zero = otb_loo(rollouts), otb_loo(rollouts, tail="zero")
-    for value, beyond in ((carry, 1 / 6), (zero, 0.0)):
-        torch.testing.assert_close(value[0, 0], torch.tensor([1 / 5, 0.0, beyond]))
-        torch.testing.assert_close(value[0, 1, :2], torch.tensor([2 / 3, 1.0]))
-        torch.testing.assert_close(value[0, 2, :1], torch.tensor([1 / 4]))
-    # the third is compared at t=2, where it is done, as nobody asks; carry-forward keeps the third's 0.5 with W = 2
-    torch.testing.assert_close(otb_carry_loo(rollouts)[0, 0, 1], torch.tensor((4 * 0 + 2 * 0.5) / 6))
-
-
-@pytest.mark.parametrize("baseline", [otb_loo, partial(otb_loo, tail="zero"), otb_carry_loo, sequence_energy_loo])
-def test_leave_one_out_value_of_a_rollout_does_not_move_with_its_own_reward_energies_or_length(baseline):
-    rollouts = random_groups()
-    rewards, norms, lengths = rollouts.rewards.clone(), rollouts.score_norms.clone(), rollouts.lengths.clone()
-    rewards[:, 2] += 1e4
-    norms[:, 2] = torch.rand(5, 9) * 1e6
-    lengths[:, 2] = 9
-    changed = RolloutGroups(rewards, lengths, norms)
-    before, after = baseline(rollouts), baseline(changed)
-    assert torch.equal(before[:, 2], after[:, 2])  # to the bit: a total minus one's own would not be
-    assert not torch.equal(before[:, 1], after[:, 1])
-
-
-def test_leave_one_out_where_the_others_are_certain_falls_back_on_their_plain_mean():
-    norms = torch.tensor([[[1.0, 1.0], [0.0, 1.0], [0.0, 1.0]]])
-    rollouts = RolloutGroups(torch.tensor([[0.0, 1.0, 0.5]]), torch.tensor([[2, 2, 2]]), norms)
-    for baseline in (otb_carry_loo, partial(otb_loo, tail="zero")):
-        torch.testing.assert_close(baseline(rollouts)[0, :, 0], torch.tensor([0.75, 0.0, 0.0]))
-
-
-# ---- exact norms in the weights
-
-
-def test_otb_exact_is_otb_with_other_weights():
-    rollouts = random_groups()
-    same = replace(rollouts, prefix_norms=rollouts.energy)
-    for tail in ("zero", "own", "carry"):
-        assert torch.equal(otb_exact(same, tail=tail), otb(rollouts, tail=tail))
-    assert not torch.equal(otb_exact(rollouts), otb(rollouts))
-
-
-def test_ob_exact_minimises_the_norm_weighted_squared_advantage():
-    rollouts = random_groups(dtype=torch.float64)
-    best = ob_exact(rollouts).squeeze(-1)
-
-    def loss(baseline):
-        return (rollouts.sequence_norms * (rollouts.rewards - baseline).square()).sum(1, keepdim=True)
-
-    assert (loss(best + 1e-3) > loss(best)).all() and (loss(best - 1e-3) > loss(best)).all()
 
 
 # ---- what is learned over the steps
@@ -275,7 +183,7 @@ def hidden_quality(seed: int, spread: float, tilt: float, prompts=64, group_size
     return RolloutGroups(rewards, lengths, torch.ones(prompts, group_size, tokens), reduced={"hidden": hidden})
 
 
-def test_group_correction_helps_where_prompts_differ_and_switches_itself_off_where_they_do_not():
+def test_group_correction_helps_where_prompts_differ_and_is_off_where_they_do_not():
     def trained(spread):
         probe = EnergyProbe(group_correction=True)
         for step in range(12):
@@ -295,7 +203,7 @@ def test_group_correction_helps_where_prompts_differ_and_switches_itself_off_whe
     assert loss(differing, correct=True) < 0.95 * loss(differing, correct=False)
 
 
-def test_strength_is_the_one_with_the_smallest_leave_one_out_loss_predicted_before_the_step_was_fitted():
+def test_strength_has_the_smallest_leave_one_out_loss_predicted_before_the_fit():
     probe = EnergyProbe(group_correction=True, decay=0.0, pseudo_rollouts=5.0)
     first, second = (hidden_quality(seed, 1.0, tilt=0.3, prompts=8) for seed in (0, 1))
     probe.update(seen_by(probe, first))
@@ -352,25 +260,3 @@ def test_value_learns_what_the_states_tell():
     step = random_groups(seed=50)
     first = value_of(value, step)[:, :, 0]
     assert torch.corrcoef(torch.stack([first.flatten(), step.reduced["hidden"][:, :, 0, 0].flatten()]))[0, 1] > 0.8
-
-
-# ---- what holds the states
-
-
-def test_token_states_know_the_last_own_token_and_leave_unscored_rollouts_out():
-    own = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
-    states = TokenStates(
-        own, torch.zeros(3, 3, 2), torch.zeros(3, 3), torch.zeros(3, 3), scored=torch.tensor([True, False, True])
-    )
-    assert states.last.tolist() == [[False, True, False], [False, False, True], [False, False, False]]
-    assert states.alive.tolist() == [[True, True, False], [False] * 3, [False] * 3]
-
-
-def test_rollout_groups_refuse_rows_that_do_not_fit():
-    rewards, lengths = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match="sequence_norms has shape"):
-        RolloutGroups(rewards, lengths, sequence_norms=torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="prefix_norms has shape"):
-        RolloutGroups(rewards, lengths, prefix_norms=torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="values has shape"):
-        RolloutGroups(rewards, lengths, reduced={"values": torch.zeros(6, 4)})

@@ -1,0 +1,186 @@
+"""Peaks of memory on this CPU beside those that experiments/planning/memory.py predicts: the table of docs/plan.md.
+
+    python benchmarks/memory_model.py [--case NAME ...] [--json FILE]
+
+Each case is a process of its own that trains two steps of OTBTrainer with random weights; the second is measured. A
+peak is the largest resident set (VmHWM of /proc/self/status, set back at the beginning of each part of a step) less
+what was resident before the policy was built, and after another, tiny one had been trained: libraries do not count.
+malloc hands everything of 64 kB and more back at once (MALLOC_MMAP_THRESHOLD_): what is resident is in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+MEGABYTE = 1e6
+CASES = {
+    "tiny, 64 rollouts in one forward": dict(model="tiny", rollouts=64, forward=64, response=64),
+    "tiny, in four forwards": dict(model="tiny", rollouts=128, forward=32, response=64),
+    "SmolLM2, in two forwards": dict(model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=4, response=96),
+    "SmolLM2, in one forward, checkpointing": dict(
+        model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=8, response=96, checkpointing=True
+    ),
+    "SmolLM2, bfloat16, in two forwards, checkpointing": dict(
+        model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=4, response=96, checkpointing=True, dtype="bfloat16"
+    ),
+    "SmolLM2, LoRA of rank 16, bfloat16, in two forwards": dict(
+        model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=4, response=96, dtype="bfloat16", lora_rank=16
+    ),
+}
+PARTS = {  # what is measured -> the moments of experiments/planning/memory.py that it spans
+    "sampling": ("sampling",),
+    "extra pass": ("extra pass",),
+    "forward and backward": ("LM head", "backward of a layer", "end of backward"),
+    "update": ("update",),
+}
+
+
+def measure(case: dict) -> dict:
+    """Returns the peak of each part of the second step in bytes, and the widths of its batch."""
+    train(CASES["tiny, 64 rollouts in one forward"] | {"rollouts": 8, "forward": 8}, base=0)  # libraries start up
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return train(case, base=resident("VmRSS"))
+
+
+def resident(field: str) -> int:
+    """Returns VmRSS or VmHWM of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def train(case: dict, base: int) -> dict:
+    """Trains two steps. Returns the peaks of the second above `base` bytes, and the widths of its batch."""
+    import torch
+    import transformers
+    from peft import LoraConfig
+
+    from otb import OTBConfig, OTBTrainer
+    from otb.policies.tiny_policy import build_tokenizer
+    from otb.tasks.arithmetic import Arithmetic
+
+    peaks: dict[str, int] = {}
+    widths: dict[str, int] = {}
+
+    @contextmanager
+    def part(name: str):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS from here on
+        yield
+        peaks[name] = max(peaks.get(name, 0), resident("VmHWM") - base)
+
+    class Measured(OTBTrainer):
+        def _generate(self, *args):
+            peaks.clear()  # of the step before
+            with part("sampling"):
+                return super()._generate(*args)
+
+        def _extra_pass(self, output, *args):
+            widths["prompt"], widths["response"] = output["prompt_ids"].size(1), output["completion_ids"].size(1)
+            with part("extra pass"):
+                return super()._extra_pass(output, *args)
+
+        def compute_loss(self, *args, **kwargs):
+            Path("/proc/self/clear_refs").write_text("5")  # the rollouts are made: sampling is not counted again
+            return super().compute_loss(*args, **kwargs)
+
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            name = "forward and backward"
+            peaks[name] = max(peaks.get(name, 0), resident("VmHWM") - base)
+            return loss
+
+    class Update(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            Path("/proc/self/clear_refs").write_text("5")
+
+        def on_optimizer_step(self, *args, **kwargs):
+            peaks["update"] = resident("VmHWM") - base
+
+    tokenizer, lora_rank = build_tokenizer(), case.get("lora_rank")
+    bfloat16 = case.get("dtype") == "bfloat16"
+    with tempfile.TemporaryDirectory() as output:
+        arguments = OTBConfig(
+            output_dir=output, use_cpu=True, bf16=bfloat16, report_to="none", save_strategy="no", disable_tqdm=True,
+            gradient_checkpointing=case.get("checkpointing", False), learning_rate=0.0, loss_type="dr_grpo",
+            optim="adamw_torch", num_generations=4, per_device_train_batch_size=case["forward"],
+            max_completion_length=case["response"], gradient_accumulation_steps=case["rollouts"] // case["forward"],
+            steps_per_generation=case["rollouts"] // case["forward"], max_steps=2, logging_steps=1,
+        )  # fmt: skip
+        model = random_policy(case["model"], tokenizer)
+        trainer = Measured(
+            model.to(torch.bfloat16) if bfloat16 and lora_rank else model,
+            lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+            arguments,
+            Arithmetic().train_dataset(),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=lora_rank, target_modules="all-linear") if lora_rank else None,
+            callbacks=[Update()],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    return {"peaks": peaks, **widths}
+
+
+def random_policy(name: str, tokenizer):
+    """Returns an untrained float32 policy of the architecture; its vocabulary may be larger than the tokenizer's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    file = next(f for f in (ROOT / "conf" / "architectures").glob("*.json") if f'"{name}"' in f.read_text())
+    config = AutoConfig.for_model(**json.loads(file.read_text()))
+    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return AutoModelForCausalLM.from_config(config)
+
+
+def predict(case: dict, prompt: int, response: int) -> dict[str, float]:
+    """Returns the predicted peak of each part, in bytes, by the formulas of a CPU."""
+    from experiments.planning.architectures import architecture_of
+    from experiments.planning.memory import moments
+    from experiments.planning.step import Step
+
+    options = {name: case[name] for name in case if name in {field.name for field in dataclasses.fields(Step)}}
+    options = {"dtype": "float32", "checkpointing": False} | options | {"prompt": prompt, "response": response}
+    predicted = moments(Step(architecture=architecture_of(case["model"]), on_gpu=False, **options))
+    return {part: max(sum(predicted[name].values()) for name in names) for part, names in PARTS.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--child", choices=list(CASES), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(measure(CASES[arguments.child])))
+        return
+    rows = []
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    print("| case | part | measured, MB | predicted, MB | error |\n|---|---|---|---|---|")
+    for name in arguments.case:
+        command = [sys.executable, __file__, "--child", name]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        measured = json.loads(done.stdout.splitlines()[-1])
+        predicted = predict(CASES[name], measured["prompt"], measured["response"])
+        for part, peak in measured["peaks"].items():
+            widths = {key: measured[key] for key in ("prompt", "response")}
+            rows.append({"case": name, "part": part, "measured": peak, "predicted": predicted[part], **widths})
+            error = predicted[part] / peak - 1
+            print(f"| {name} | {part} | {peak / MEGABYTE:,.0f} | {predicted[part] / MEGABYTE:,.0f} | {error:+.0%} |")
+        sys.stdout.flush()
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Evaluates policies: avg@k, pass@k and maj@k of models, or of all checkpoints of a run, on one task or several.
+
+python experiments/evaluate.py model=qwen2.5-7b 'tasks=[aime24,aime25,amc23,math500]' rollouts_by=vllm
+python experiments/evaluate.py run=runs/arithmetic-tiny/otb-n4-seed0
+python experiments/evaluate.py run=RUN watch=true gpus=8
+Every sample is kept as it comes, so that the same command goes on after a kill, and a larger k only adds samples.
+docs/evaluate.md says what is measured and what a sample depends on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.build import opened_sandbox
+from experiments.command_line import CONF, exit_codes, refusals, run_hydra
+from experiments.evaluation.command import plan
+from experiments.hardware import start_processes
+from experiments.variance import quoted
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="evaluate")
+def main(cfg: DictConfig) -> None:
+    # Unresolved: `task.path=data/${task.name}` refers to the keys of this project, not to Hydra's.
+    overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    with refusals():
+        wanted = plan(cfg, overrides, HydraConfig.get().runtime.choices["task"])
+        if cfg.watch or wanted.pending():
+            with opened_sandbox(wanted.with_tools()) as sandbox:
+                from experiments.evaluation.evaluator import evaluate  # torch, transformers and trl: seconds
+
+                evaluate(wanted, sandbox)
+        if int(os.environ.get("RANK", 0)) == 0:
+            from experiments.evaluation.report import report
+
+            wanted.release()
+            report(wanted)
+        if "WORLD_SIZE" in os.environ and "torch" in sys.modules:
+            from experiments.train import wait_for_all_processes
+
+            wait_for_all_processes()  # one that ended earlier could take the first with it, before its report
+
+
+def command_line(arguments: list[str]) -> None:
+    """Runs `python experiments/evaluate.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
+    with exit_codes(after_stop="goes on with the samples that are missing"):
+        arguments = [quoted(argument) for argument in arguments]
+        start_processes(Path(__file__), arguments)
+        run_hydra(main, __file__, arguments, "evaluate")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # a thread of torch's process groups that nobody joins may abort the interpreter's own end
+
+
+if __name__ == "__main__":
+    command_line(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Evaluates policies apart from their training, for experiments/evaluate.py."""

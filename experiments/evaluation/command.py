@@ -1,0 +1,160 @@
+"""From the command line of experiments/evaluate.py to its plan. Imports no torch.
+
+Every refusal is a RunError with the value, the rule and the fix, before the first heavy import.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hydra import compose
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from experiments import checks
+from experiments.build import build
+from experiments.command_line import CONF, near_miss
+from experiments.evaluation.plan import Plan, uses_tools
+from experiments.hardware import check_processes, check_this_machine
+from otb.errors import RunError
+from otb.records import RunDirectory
+
+SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs")
+OF_A_RUN = ("task", "model", "temperature", "trainer", "steps")  # keys in the config.yaml of every run
+
+
+def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
+    """Returns what is to be evaluated; raises RunError for what cannot be evaluated as written.
+
+    overrides: of the command line. task: the choice of conf/task in `cfg`.
+    """
+    given = {override.lstrip("+").split("=", 1)[0] for override in overrides}
+    checks.check_whole_numbers(cfg, {"k": 1, "seed": 0, "rollouts_per_batch": 1})
+    for key in ("watch", "trainer.use_cpu"):
+        if not isinstance(value := OmegaConf.select(cfg, key), bool):
+            raise RunError(f"{key}={value} must be true or false. Try {key}=false.")
+    check_policies(cfg, given)
+    run = None if cfg.run is None else RunDirectory(Path(str(cfg.run)).expanduser())
+    recorded = None if run is None else recorded_configuration(run)
+    names = task_names(cfg, given)
+    if names is not None:
+        kept = [override for override in overrides if override.lstrip("+").split("=", 1)[0] != "tasks"]
+        configurations = {name: compose("evaluate", overrides=[*kept, f"task={name}"]) for name in names}
+    elif recorded is None or "task" in given:
+        configurations = {task: cfg}
+    else:
+        cfg = with_values(cfg, {"task": recorded.task}, given)
+        configurations = {str(build(cfg, "task").name): cfg}
+    if recorded is not None:
+        decided = of_run(recorded)
+        configurations = {name: with_values(one, decided, given) for name, one in configurations.items()}
+    for one in configurations.values():
+        check_task(one)
+    check_sampling(configurations)
+    wanted = Plan(cfg, configurations, run, recorded)
+    if run is not None and not cfg.watch and not wanted.checkpoints():
+        raise RunError(f"run={cfg.run} has no complete checkpoint yet. Use watch=true to wait for its checkpoints.")
+    return wanted
+
+
+def recorded_configuration(run: RunDirectory) -> DictConfig:
+    """Returns the configuration that a run wrote; raises RunError where the folder is no run directory."""
+    recorded = OmegaConf.load(run.config_file) if run.config_file.is_file() else {}
+    if not all(key in recorded for key in OF_A_RUN):
+        what = "is not a folder" if not run.path.is_dir() else "holds no config.yaml of a run"
+        raise RunError(f"run={run.path} {what}. Give a run directory, such as runs/arithmetic-tiny/otb-n4-seed0.")
+    return recorded
+
+
+def of_run(recorded: DictConfig) -> dict:
+    """Returns what a run decides unless the command line does: its model, and how its tokens were drawn in training."""
+    sampling = {f"trainer.{key}": recorded.trainer[key] for key in SAMPLING if key in recorded.trainer}
+    return {"model": recorded.model, "temperature": recorded.temperature} | sampling
+
+
+def with_values(cfg: DictConfig, values: dict, given: set[str]) -> DictConfig:
+    """Returns a copy of the configuration with other values, but not for keys that the command line sets (`given`)."""
+    changed, typed = cfg.copy(), OmegaConf.to_container(cfg, resolve=False)
+    with open_dict(changed):
+        for key, value in values.items():
+            if key not in given:
+                OmegaConf.update(changed, key, value, merge=False)
+        for key in given:
+            top, *rest = key.split(".")
+            if top in values and rest:
+                value = typed[top]
+                for part in rest:
+                    value = value[part]
+                OmegaConf.update(changed, key, value)
+    return changed
+
+
+def task_names(cfg: DictConfig, given: set[str]) -> list[str] | None:
+    """Returns the names in `tasks`, each once; None where it is not set. Raises RunError for a name that is no task."""
+    if cfg.tasks is None:
+        return None
+    if "task" in given:
+        raise RunError(f"tasks={list(cfg.tasks)} and task= are both set; one of them names the tasks. Leave one out.")
+    names = OmegaConf.to_container(cfg)["tasks"]
+    names = names if isinstance(names, list) else [names]
+    known = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
+    for name in names:
+        if name not in known:
+            raise RunError(f"tasks: {name} is no task.{near_miss(name, known)} Known: {', '.join(known)}.")
+    if not names:
+        raise RunError("tasks=[] names no task. Try tasks=[math500].")
+    return list(dict.fromkeys(names))
+
+
+# ---- what is refused
+
+
+def check_policies(cfg: DictConfig, given: set[str]) -> None:
+    """Raises RunError where it is not clear which weights are meant, or where they are not there."""
+    if cfg.watch and cfg.run is None:
+        raise RunError(
+            "watch=true waits for the checkpoints of a run, and run is not set. Add run=RUN, a run directory."
+        )
+    if cfg.checkpoint is not None and not Path(str(cfg.checkpoint)).expanduser().is_dir():
+        raise RunError(f"checkpoint={cfg.checkpoint} is not a folder. Give RUN/checkpoints/step-XXXXXXXX.")
+    if cfg.run is None:
+        return
+    if cfg.checkpoint is not None:
+        raise RunError(
+            f"run={cfg.run} and checkpoint={cfg.checkpoint}: a run means all its checkpoints. Leave one out."
+        )
+    if models := sorted(key for key in given if key == "model" or key.startswith("model.")):
+        raise RunError(f"{models[0]} is set, and the model of run={cfg.run} is the run's own. Leave one of them out.")
+
+
+def check_task(cfg: DictConfig) -> None:
+    """Raises RunError for a task, model or sandbox that cannot be, or a task without evaluation rows."""
+    checks.check_policy_and_task(cfg)
+    task = build(cfg, "task")
+    if getattr(task, "evaluation", None) is None and getattr(task, "eval_split", task) is None:
+        raise RunError(
+            f"task {task.name} has neither eval_split nor evaluation, so there is nothing to evaluate on. Try "
+            "task.eval_split=test, or tasks=[math500]."
+        )
+
+
+def check_sampling(configurations: dict[str, DictConfig]) -> None:
+    """Raises RunError for sampling options that cannot be, and for processes that cannot share the work."""
+    cfg, processes = next(iter(configurations.values())), int(os.environ.get("WORLD_SIZE", 1))
+    if not isinstance(cfg.trainer.top_p, int | float) or not 0 < cfg.trainer.top_p <= 1:
+        raise RunError(f"trainer.top_p={cfg.trainer.top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
+    if cfg.parallel.name != "ddp":
+        raise RunError(
+            f"parallel={cfg.parallel.name} divides what is trained, and nothing is trained here. Leave it out; "
+            "rollouts_by.tensor_parallel=2 lets two GPUs share a policy that is too large for one."
+        )
+    if cfg.rollouts_by.get("rows") is not None:
+        rows = cfg.rollouts_by.rows
+        raise RunError(f"rollouts_by.rows={rows} cuts the batches of a training step. Use rollouts_per_batch={rows}.")
+    check_this_machine(cfg)
+    check_processes(cfg, processes)
+    if cfg.rollouts_by.name != "hf" and len({uses_tools(one) for one in configurations.values()}) > 1:
+        raise RunError(
+            f"tasks={list(configurations)} are with and without Python, and each kind needs a vLLM of its own. Give "
+            "them in two commands."
+        )

@@ -1,0 +1,219 @@
+"""Draws, grades and keeps the samples of evaluations; called by experiments/evaluate.py with a checked plan.
+
+Samples are drawn in fixed batches (`folder.Batches`), each from a random state that follows from the seed, the task and
+the batch alone. So a batch that a kill cut short is drawn again as it was, and several processes, which take batches in
+turn, draw what one process draws.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Dataset
+from omegaconf import OmegaConf
+
+from experiments.build import build
+from experiments.environment import describe
+from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
+from experiments.evaluation.inputs import Inputs, data_facts, task_inputs
+from experiments.evaluation.plan import Checkpoint, Plan
+from experiments.evaluation.sampling import SamplingTrainer, sample_rows, trainer_options, ungraded
+from experiments.evaluation.weights import Policies
+from experiments.progress import Progress
+from experiments.run_lock import RunLock
+from experiments.run_trainer import RESUME_FILES
+from experiments.train import quiet_libraries
+from otb.baselines.none import none
+from otb.errors import RunError
+from otb.policies.models import describe_policy, model_facts
+from otb.records import write_atomically
+from otb.sandbox import Sandbox
+from otb.trainer import OTBConfig
+
+POLL_SECONDS = 2.0  # between two looks for new checkpoints; far less than any timeout of the other processes
+
+
+def evaluate(plan: Plan, sandbox: Sandbox | None) -> None:
+    """Brings every evaluation of the plan to k samples per problem; with `watch`, until the run is over.
+
+    sandbox: of tasks with tools. Raises RunError for bad data, a bad model, or a folder that another process writes.
+    """
+    quiet_libraries()
+    with EvaluationProgress(0, quiet=int(os.environ.get("RANK", 0)) > 0) as progress:
+        evaluator = Evaluator(plan, sandbox, progress)
+        told = False
+        while True:
+            over = agreed(not plan.cfg.watch or plan.run_is_over())  # asked before the look, so that none is missed
+            worked = evaluator.evaluate_all(agreed(plan.checkpoints()))
+            if over:
+                return
+            if worked or not told:
+                progress.note(f"waiting for the next checkpoint of {plan.cfg.run}")
+                told = True
+            time.sleep(POLL_SECONDS)
+
+
+def agreed(value):
+    """Returns what the first process says: files change between the looks of two processes."""
+    return broadcast_object_list([value])[0]
+
+
+class EvaluationProgress(Progress):
+    """Progress over the batches of one evaluation after the other."""
+
+    def batch(self, name: str, done: int, total: int, rows: list[dict]) -> None:
+        """Shows that `done` of `total` batches are there. rows: the samples of the last ones."""
+        right, scored = sum(row["reward"] == 1 for row in rows), sum(row["reward"] is not None for row in rows)
+        self._advance(name, done, total, f"right {right} of the last {scored}")
+
+
+class Evaluator:
+    """Evaluates policies of one architecture on the tasks of a plan.
+
+    Raises RunError where the rows of a task, the tokenizer and the limits do not fit, before any weights are read.
+    """
+
+    def __init__(self, plan: Plan, sandbox: Sandbox | None, progress: EvaluationProgress):
+        self.plan, self.progress = plan, progress
+        model = next(iter(plan.configurations.values())).model
+        self.tokenizer, model_config = describe_policy(model.name, model.revision, model.get("chat_template"))
+        self.inputs = {
+            name: task_inputs(cfg, sandbox, self.tokenizer, model_config) for name, cfg in plan.configurations.items()
+        }
+        options = trainer_options(list(self.inputs.values()), self.tokenizer.eos_token_id)
+        self.arguments = OTBConfig(**options)  # starts the process group, too
+        self.is_main = self.arguments.process_index == 0
+        self.policies = Policies(progress.warm_start)
+        self._trainers: dict[bool, SamplingTrainer] = {}  # with tools or without
+
+    def evaluate_all(self, checkpoints: list[Checkpoint]) -> bool:
+        """Evaluates these policies on all tasks; returns whether there was anything to do.
+
+        A checkpoint of a run is held meanwhile, as the run keeps only its last and its best; one that the run removes
+        before is left out.
+        """
+        worked, k = False, self.plan.cfg.k
+        for checkpoint in checkpoints:
+            pending = agreed([task for task in self.inputs if not self.plan.folder(task, checkpoint).has(k)])
+            if not pending:
+                continue
+            path = checkpoint.path
+            if checkpoint.step is not None:
+                held = self.plan.held(checkpoint.step)
+                path = agreed(hold(checkpoint.path, held, RESUME_FILES) if self.is_main else None)
+                if path is None:
+                    self.progress.note(f"step {checkpoint.step}: left out, as the run has removed this checkpoint")
+                    continue
+            for task in pending:
+                self.evaluate(task, checkpoint, path)
+            if checkpoint.step is not None and self.is_main:
+                shutil.rmtree(path)
+            worked = True
+        return worked
+
+    def evaluate(self, name: str, checkpoint: Checkpoint, weights: Path | None) -> None:
+        """Draws what is missing of one policy's samples on the task `name`, and writes its results.
+
+        weights: the checkpoint's folder, or where it is held; None for the model itself.
+        """
+        inputs, k = self.inputs[name], self.plan.cfg.k
+        folder = self.plan.folder(name, checkpoint)
+        batches = Batches(len(inputs.rows), samples_together(k), inputs.cfg.rollouts_per_batch, self._parts)
+        if self.is_main:
+            folder.path.mkdir(parents=True, exist_ok=True)
+        with RunLock(folder.path) if self.is_main else nullcontext() as lock:
+            first = agreed(begin(folder, inputs, batches) if self.is_main else None)
+            if first < batches.count(k):
+                trainer = self._trainer(inputs, weights)
+                if self.is_main:
+                    self._note_start(folder, inputs, checkpoint)
+                self._draw(trainer, folder, inputs, batches, first, lock)
+            if self.is_main:
+                drawn = max(first, batches.count(k)) // batches.in_round * batches.samples
+                folder.write_results(k, drawn, self._facts(name, checkpoint))
+        agreed(None)  # the others go on when the results are there
+
+    # ---- samples
+
+    def _trainer(self, inputs: Inputs, weights: Path | None) -> SamplingTrainer:
+        """Returns what samples, with these weights in its model and the limits of the task."""
+        recorded = self.plan.recorded
+        task = inputs.task if recorded is None else build(recorded, "task")
+        if self.policies.load(inputs.cfg, task, weights):
+            for trainer in self._trainers.values():
+                trainer.weights_changed()
+        with_tools = inputs.environment is not None
+        if with_tools not in self._trainers:
+            try:
+                self._trainers[with_tools] = SamplingTrainer(
+                    self.policies.model,
+                    ungraded,
+                    self.arguments,
+                    Dataset.from_list(inputs.rows[:1]),
+                    processing_class=self.tokenizer,
+                    environment_factory=inputs.environment,
+                    baseline=none,
+                )
+            except (ImportError, ValueError, ConnectionError) as error:
+                reason = (str(error).strip().splitlines() or [""])[0]
+                raise RunError(f"the trainer cannot be built: {type(error).__name__}: {reason}") from error
+            self.policies.model.eval()
+        self._trainers[with_tools].use_limits_of(inputs.task)
+        return self._trainers[with_tools]
+
+    def _draw(self, trainer, folder: EvaluationFolder, inputs: Inputs, batches: Batches, first: int, lock) -> None:
+        """Draws the batches from `first` on, as many at a time as there are copies of the policy."""
+        total, label = batches.count(self.plan.cfg.k), f"{folder.path.parent.name}/{folder.path.name}"
+        worker, part = divmod(self.arguments.process_index, self._parts)
+        workers = self.arguments.world_size // self._parts
+        for start in range(first, total, workers):
+            # Processes sample together, so that one without a batch draws the last one once more, for nothing.
+            samples = self._batch(trainer, inputs, batches, min(start + worker, total - 1), part)
+            rows = gather_object(samples if start + worker < total else [])
+            if self.is_main:
+                if not lock.held():
+                    raise RunError(f"{folder.path} was taken over by another process; this one stops here.")
+                folder.append(rows)
+                self.progress.batch(label, min(start + workers, total), total, rows)
+
+    def _batch(self, trainer: SamplingTrainer, inputs: Inputs, batches: Batches, batch: int, part: int) -> list[dict]:
+        """Returns the samples of one batch, or of this process's part of it."""
+        pairs, count = batches.drawn_by(batch, part)
+        rows = [inputs.rows[problem] for problem, _ in pairs]
+        responses = trainer.responses(rows, batch_seed(inputs.cfg.seed, inputs.task.name, batch))
+        return sample_rows(inputs.task, rows[:count], pairs[:count], responses[:count], self.tokenizer.decode)
+
+    @property
+    def _parts(self) -> int:
+        """Processes that share one copy of the policy and draw a batch together."""
+        options = self.arguments
+        return options.vllm_tensor_parallel_size if options.use_vllm and options.vllm_mode == "colocate" else 1
+
+    # ---- what is written beside the samples
+
+    def _note_start(self, folder: EvaluationFolder, inputs: Inputs, checkpoint: Checkpoint) -> None:
+        """Writes config.yaml and environment.json."""
+        write_atomically(folder.config_file, OmegaConf.to_yaml(inputs.cfg, resolve=True))
+        facts = model_facts(self.policies.source, inputs.cfg.model.revision) | {"data": data_facts(inputs)}
+        if checkpoint.step is not None:
+            facts["model"] = str(checkpoint.path)  # not where it is held meanwhile
+        command = ["python", "experiments/evaluate.py", *(argument.lstrip("+") for argument in sys.argv[1:])]
+        write_atomically(folder.record.environment_file, describe(command, folder.record, facts))
+
+    def _facts(self, name: str, checkpoint: Checkpoint) -> dict:
+        """Returns what results.json says beside the measures."""
+        inputs = self.inputs[name]
+        facts = {"task": name, "policy": self.plan.name, "step": checkpoint.step, "problems": len(inputs.rows)}
+        return facts | {"temperature": inputs.cfg.temperature, "seed": inputs.cfg.seed}
+
+
+def begin(folder: EvaluationFolder, inputs: Inputs, batches: Batches) -> int:
+    """Makes the folder one to go on in; returns how many complete batches it holds."""
+    folder.keep_problems(inputs.rows)
+    return folder.resume(batches)

@@ -1,0 +1,100 @@
+"""What an evaluation shows at its end: a row per policy and task, and of a run its peak beside its end."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from analysis.evaluations import peak_and_final, read_samples, right_answers
+from experiments.evaluation.folder import EvaluationFolder
+from experiments.evaluation.plan import Plan
+
+
+def report(plan: Plan) -> None:
+    """Prints what there is of the plan's evaluations, those of checkpoints that are gone by now included."""
+    k, found = plan.cfg.k, []
+    for task in plan.configurations:
+        folder = plan.folder_of_all(task)
+        paths = [folder] if plan.run is None else sorted(folder.glob("step-*"))
+        found += [EvaluationFolder(path) for path in paths if EvaluationFolder(path).has(k)]
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)
+    if not found:
+        console.print("no evaluation is complete", highlight=False)
+        return
+    console.print(results_table([folder.results_of(k) for folder in found]))
+    if plan.run is not None:
+        console.print(peak_table(found, k))
+    for path in dict.fromkeys(folder.path if plan.run is None else folder.path.parent for folder in found):
+        console.print(f"samples and results: {path}", soft_wrap=True, highlight=False)
+
+
+def results_table(found: list[dict]) -> Table:
+    """found: results.json of each evaluation."""
+    k = found[0]["k"]
+    columns = {"avg_at_k": f"avg@{k}", "pass_at_k": f"pass@{k}", "maj_at_k": f"maj@{k}", "truncated": "truncated"}
+    columns |= {"cut_by_turns": "cut by turns", "right_and_ended": "right, ended", "right_not_ended": "right, cut"}
+    columns |= {"own_tokens": "own tokens", "unscored": "unscored"}
+    measured = [{row["measure"]: row for row in results["measures"] if row["k"] == k} for results in found]
+    shown = [name for name in columns if any(name in rows and worth_a_column(name, rows) for rows in measured)]
+    of_run = f"{escape(found[0]['policy'])}, " if found[0]["step"] is not None else ""
+    title = f"{of_run}k = {k}; 95 % intervals over problems"
+    table = Table(Column("policy" if not of_run else "step", overflow="fold"), title=title)
+    for column in ("task", "problems", *(columns[name] for name in shown)):
+        table.add_column(column)
+    for results, rows in zip(found, measured, strict=True):
+        policy = escape(results["policy"]) if results["step"] is None else str(results["step"])
+        cells = [cell(name, rows[name]) if name in rows else "" for name in shown]
+        table.add_row(policy, results["task"], str(results["problems"]), *cells)
+    return table
+
+
+def worth_a_column(name: str, rows: dict) -> bool:
+    """Shares of what happens rarely are shown where it happened."""
+    return name not in ("unscored", "cut_by_turns") or rows[name]["estimate"] > 0
+
+
+def cell(name: str, row: dict) -> str:
+    """The estimate with its interval; shares of samples that are no result by themselves go without."""
+    if row["estimate"] is None:
+        return "unknown"
+    if name == "own_tokens":
+        return f"{row['estimate']:,.1f}"
+    if name not in ("avg_at_k", "pass_at_k", "maj_at_k") or row["low"] is None:
+        return f"{row['estimate']:.3f}"
+    return f"{row['estimate']:.3f} \\[{row['low']:.3f}, {row['high']:.3f}]"
+
+
+def peak_table(found: list[EvaluationFolder], k: int) -> Table:
+    """Peak and final accuracy of a run, per task. found: evaluations of its checkpoints."""
+    title = f"avg@{k} of the run: a peak is the largest of several noisy numbers, and so too high"
+    table = Table(title=title)
+    for column in ("task", "checkpoints", "final (step)", "peak (step)", "peak without its luck", "sampling error"):
+        table.add_column(column)
+    by_task: dict[str, dict[int, EvaluationFolder]] = {}
+    for folder in found:
+        results = folder.results()
+        by_task.setdefault(results["task"], {})[results["step"]] = folder
+    for task, folders in by_task.items():
+        best = peak_and_final({step: right_answers(read_samples(folder.path, k)) for step, folder in folders.items()})
+        table.add_row(
+            task,
+            str(best["checkpoints"]),
+            f"{best['final']:.3f} ({best['final_step']})",
+            f"{best['peak']:.3f} ({best['peak_step']})",
+            f"{best['peak_held_out']:.3f}" if "peak_held_out" in best else "",
+            sampling_error(folders[best["final_step"]].results()),
+        )
+    table.caption = (
+        "peak without its luck: the checkpoint is chosen by one half of the samples and measured on the other; "
+        "sampling error: the standard error that sampling alone leaves on one of these numbers"
+    )
+    return table
+
+
+def sampling_error(results: dict) -> str:
+    rows = [row["estimate"] for row in results["measures"] if row["measure"] == "avg_at_k_sampling_error"]
+    return "" if not rows or rows[0] is None or math.isnan(rows[0]) else f"{rows[0]:.3f}"

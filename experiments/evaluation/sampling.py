@@ -1,0 +1,157 @@
+"""How one batch of an evaluation is drawn and graded: by TRL's own rollout code, so that tools and vLLM are served."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+
+from experiments.evaluation.inputs import Inputs
+from experiments.hardware import grpo_options
+from otb.tasks.grading import Outcome, normalised, number
+from otb.tool_rollouts import ToolTrainer
+from otb.trainer import isolated_random_state
+
+ENDINGS = {"": "end", "length": "length", "turns": "turns"}  # ToolTrainer's word -> the column `ending`
+
+
+class Response(NamedTuple):
+    """One sampled response. ending: "end" (the policy's own), "length" or "turns" (a limit's)."""
+
+    messages: list[dict]
+    ids: list[int]
+    own_tokens: int
+    ending: str
+
+
+class SamplingTrainer(ToolTrainer):
+    """A ToolTrainer that only samples: batches of prompts, each from a random state of its own."""
+
+    def use_limits_of(self, task) -> None:
+        """From now on responses have the limits of this task."""
+        self.max_completion_length = task.max_completion_length
+        if self.use_vllm:
+            self.vllm_generation.max_completion_length = task.max_completion_length
+        else:
+            self.generation_config.max_new_tokens = task.max_completion_length
+        if task.environment is not None:
+            self.max_tool_calling_iterations = task.max_turns - 1  # the last turn can only answer
+
+    def weights_changed(self) -> None:
+        """vLLM, which has its own copy of the weights, takes them again before it samples."""
+        self._last_loaded_step = -1
+
+    def responses(self, rows: list[dict], seed: int) -> list[Response]:
+        """Samples a response to the prompt of each row; the same for the same rows, seed and weights."""
+        if self.use_vllm and self.vllm_mode == "colocate":
+            self.vllm_generation.llm.reset_prefix_cache()  # a cached prefix rounds otherwise than a computed one
+        with isolated_random_state(seed), torch.no_grad():
+            self._generate_and_score_completions(rows)
+        self._metrics["eval"].clear()
+        self._seconds.clear()
+        _, completion_ids, _, completions, *_ = self._generated
+        own = self._sampled_tokens[:, 0].tolist()
+        return [
+            Response(messages, ids, count, self._ending(row))
+            for row, (messages, ids, count) in enumerate(zip(completions, completion_ids, own, strict=True))
+        ]
+
+    def _generate(self, prompts):
+        self._generated = super()._generate(prompts)
+        return self._generated
+
+    def _ending(self, row: int) -> str:
+        if self.environment_factories:
+            return ENDINGS[self._rollouts[row].cut]
+        ids = self._generated[1][row]
+        return "end" if ids and ids[-1] in self._end_tokens else "length"
+
+
+def ungraded(completions: list, **columns) -> list[float]:
+    """The reward function of SamplingTrainer, as TRL wants one; responses are graded after they are drawn."""
+    return [0.0] * len(completions)
+
+
+def trainer_options(inputs: list[Inputs], eos_token_id: int) -> dict:
+    """Returns the fields of OTBConfig for a trainer that only samples, of all these tasks."""
+    # vLLM's context is that of the task with the longest prompt and response
+    largest = max(inputs, key=lambda one: one.longest_prompt + one.task.max_completion_length)
+    cfg, tasks = largest.cfg, [one.task for one in inputs]
+    turns = [task.max_turns for task in tasks if task.environment is not None]
+    options = OmegaConf.to_container(cfg.trainer, resolve=True)
+    options |= grpo_options(cfg, largest.longest_prompt, [eos_token_id])
+    return options | {
+        "output_dir": str(cfg.evaluations_dir),
+        "use_cpu": options["use_cpu"] or not torch.cuda.is_available(),
+        "bf16": False,  # the weights themselves have model.dtype
+        "fp16": False,
+        "gradient_checkpointing": False,
+        "num_generations": 1,
+        "per_device_train_batch_size": cfg.rollouts_per_batch,  # how many responses vLLM samples side by side
+        "max_completion_length": max(task.max_completion_length for task in tasks),
+        "max_tool_calling_iterations": max(turns) - 1 if turns else None,
+        "temperature": cfg.temperature,
+        "seed": cfg.seed,
+        "vllm_importance_sampling_correction": False,  # its forward serves the training loss alone
+        "vllm_enable_sleep_mode": False,  # nothing else needs the memory
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "log_level_replica": "error",
+    }
+
+
+# ---- grading
+
+
+def sample_rows(task, rows: list[dict], pairs: list[tuple[int, int]], responses: list[Response], decode) -> list[dict]:
+    """Returns the rows of samples.jsonl.
+
+    rows: of the task, one per response. pairs: (problem, sample) of each response. decode: token ids -> text.
+    """
+    if not pairs:
+        return []
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    graded = grades(task, [response.messages for response in responses], columns)
+    samples = []
+    for (problem, sample), response, grade in zip(pairs, responses, graded, strict=True):
+        row = {"problem": problem, "sample": sample, **grade, "ending": response.ending}
+        row["own_tokens"] = response.own_tokens
+        if task.environment is not None:
+            row["tool_tokens"] = len(response.ids) - response.own_tokens
+        samples.append(row | {"response": decode(response.ids)})
+    return samples
+
+
+def grades(task, completions: list, columns: dict[str, list]) -> list[dict]:
+    """Returns reward (None: not scored) per response and, as far as the task has them, outcome, answer and vote.
+
+    vote: the extracted answer in the form in which equal answers are equal; None where there is no readable one.
+    """
+    if hasattr(task, "grades"):
+        found = task.grades(completions, columns["answer"])
+        return [
+            {
+                "reward": grade.reward,
+                "outcome": str(grade.outcome),
+                "answer": grade.answer,
+                "vote": None if grade.outcome == Outcome.UNPARSABLE else vote(grade.answer),
+            }
+            for grade in found
+        ]
+    rewards = [None if reward is None else float(reward) for reward in task.reward(completions, **columns)]
+    if not hasattr(task, "answers"):
+        return [{"reward": reward} for reward in rewards]
+    answers = task.answers(completions)
+    pairs = zip(rewards, answers, strict=True)
+    return [{"reward": reward, "answer": answer, "vote": vote(answer)} for reward, answer in pairs]
+
+
+def vote(answer: str | None) -> str | None:
+    """Returns the answer without what carries no value, a number as a fraction: `1/2`, `0.5` and `.50` are one vote."""
+    if not answer:
+        return None
+    plain = normalised(answer)
+    value = number(plain)
+    return plain if value is None else str(value)

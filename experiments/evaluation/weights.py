@@ -1,0 +1,56 @@
+"""The weights of one policy after the other, in one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from omegaconf import DictConfig
+from peft import PeftModel
+
+from otb.errors import RunError
+from otb.policies.models import load_model, policy_folder
+from otb.tasks import Task
+
+
+class Policies:
+    """Loads policies of one architecture into `model`, each in the place of the one before.
+
+    warm_start: called with step, steps and loss where the tiny policy is trained first.
+    """
+
+    def __init__(self, warm_start: Callable[[int, int, float], None]):
+        self.model = None
+        self.source: str | None = None  # folder or hub id of the weights in the model
+        self._warm_start = warm_start
+
+    def load(self, cfg: DictConfig, task: Task, checkpoint: Path | None) -> bool:
+        """Loads a checkpoint, or with None the model of `cfg` itself; returns whether the weights are others now.
+
+        task: the one whose warm start the tiny policy begins from. Raises RunError where the weights cannot be loaded.
+        """
+        base, adapter = self._place(cfg, task, checkpoint)
+        if (source := adapter or base) == self.source:
+            return False
+        model = load_model(base, cfg.model.revision, cfg.model.dtype)
+        if adapter is not None:
+            model = PeftModel.from_pretrained(model, adapter)
+        if self.model is None:
+            self.model = model.eval()
+        else:
+            self.model.load_state_dict(model.state_dict())
+        self.source = source
+        return True
+
+    def _place(self, cfg: DictConfig, task: Task, checkpoint: Path | None) -> tuple[str, str | None]:
+        """Returns folder or hub id of the whole policy, and the folder of the adapter on top of it or None."""
+        if checkpoint is None or (checkpoint / "adapter_config.json").exists():
+            recipe = dict(cfg.model.get("warm_start") or {})
+            base = policy_folder(cfg.model.name, task, recipe, self._warm_start)
+            return base, None if checkpoint is None else str(checkpoint)
+        if not any(checkpoint.glob("*.safetensors")) and not any(checkpoint.glob("*.bin")):
+            raise RunError(
+                f"{checkpoint} holds no weights that transformers can load (*.safetensors, *.bin). Give a checkpoint "
+                "with the whole policy or an adapter; the parts of a sharded one have to be put together first."
+            )
+        return str(checkpoint), None

@@ -1,0 +1,152 @@
+"""What a run is spread over: its processes, how they share the policy, and what samples for them. Imports no torch.
+
+`parallel=` (ddp, fsdp2, zero3), `rollouts_by=` (hf, vllm, vllm_server) and `gpus=` are checked here before anything is
+loaded, turned into options of GRPOConfig, and `gpus=N` starts the processes of a run on this machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.build import build
+from otb import baselines
+from otb.errors import RunError
+
+EXACT_NORMS = {"sequence_norms", "prefix_norms"}
+
+
+def check_processes(cfg: DictConfig, processes: int) -> None:
+    """Raises RunError where the sharding or the sampler does not go with the processes or the baseline."""
+    _check_parallel(cfg, processes)
+    _check_rollouts_by(cfg, processes)
+
+
+def check_gpus(cfg: DictConfig) -> None:
+    """Raises RunError unless `gpus` is a number of processes or null."""
+    if cfg.gpus is not None and (type(cfg.gpus) is not int or cfg.gpus < 1):
+        raise RunError(f"gpus={cfg.gpus} must be a whole number >= 1, or null for one process. Try gpus=null.")
+
+
+def check_this_machine(cfg: DictConfig) -> None:
+    """Raises RunError where this process cannot use the GPUs here as the configuration wants. Loads nothing."""
+    gpus = [] if cfg.trainer.get("use_cpu") else visible_gpus()
+    if cfg.parallel.name != "ddp" and not gpus:
+        raise RunError(
+            f"parallel={cfg.parallel.name} divides the policy over GPUs, and no GPU is to be used here; it would train "
+            "as plain data parallelism instead. Use parallel=ddp, or a machine with GPUs."
+        )
+    if "WORLD_SIZE" not in os.environ and cfg.gpus is None and len(gpus) > 1:
+        raise RunError(
+            f"{len(gpus)} GPUs are visible to one process, among which torch would split its batches unasked. Use "
+            f"gpus={len(gpus)} to train on all of them, or CUDA_VISIBLE_DEVICES=0 for one."
+        )
+
+
+def _check_parallel(cfg: DictConfig, processes: int) -> None:
+    kind = cfg.parallel.name
+    if kind == "ddp":
+        return
+    if kind == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        raise RunError("parallel=zero3 needs the package deepspeed. Run: pip install -e '.[deepspeed]'")
+    if processes < 2:
+        raise RunError(
+            f"parallel={kind} divides the policy over several processes, and this run has one. Add gpus=8, or use "
+            "parallel=ddp."
+        )
+    needs = baselines.needs_of(build(cfg, "baseline")) & EXACT_NORMS
+    what = f"baseline={cfg.baseline._target_.rsplit('.', 1)[-1]}" if needs else "measure_gradient_noise=true"
+    if needs or cfg.measure_gradient_noise:
+        raise RunError(
+            f"{what} reads whole gradients on every process, and parallel={kind} divides them. Use parallel=ddp, or a "
+            "baseline without exact norms and measure_gradient_noise=false."
+        )
+
+
+def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
+    node = cfg.rollouts_by
+    if node.name == "hf":
+        rows = node.rows
+        if rows is not None and (type(rows) is not int or rows < 1):
+            raise RunError(f"rollouts_by.rows={rows} must be a whole number >= 1, or null for all. Try 64.")
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise RunError(f"rollouts_by={node.name} needs the package vllm. Run: pip install -e '.[vllm]'")
+    if node.name == "vllm_server":
+        return
+    tensor_parallel, share = node.tensor_parallel, node.memory_share
+    if type(tensor_parallel) is not int or tensor_parallel < 1 or processes % tensor_parallel:
+        raise RunError(
+            f"rollouts_by.tensor_parallel={tensor_parallel} must be a whole number that divides the {processes} "
+            "processes of the run. Try rollouts_by.tensor_parallel=1."
+        )
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise RunError(
+            f"rollouts_by.memory_share={share} must lie between 0 and 1: a GPU's memory is shared with the training. "
+            "Try rollouts_by.memory_share=0.3."
+        )
+
+
+def visible_gpus() -> list[str]:
+    """Returns the names by which CUDA_VISIBLE_DEVICES chooses each GPU that this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    lines = listed.stdout.splitlines() if listed.returncode == 0 else []
+    return [str(number) for number, line in enumerate(line for line in lines if line.startswith("GPU "))]
+
+
+def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: list[int]) -> dict[str, Any]:
+    """Returns the options of GRPOConfig that follow from `parallel` and `rollouts_by`.
+
+    longest_prompt: tokens of the longest prompt of the run, for vLLM's context; None where it is unknown.
+    stop_token_ids: the tokens that end a rollout; vLLM knows only those of the model's own files.
+    """
+    options = OmegaConf.to_container(cfg.parallel.trainer, resolve=True)
+    node = cfg.rollouts_by
+    if node.name == "hf":
+        return options
+    generation = OmegaConf.to_container(cfg.trainer, resolve=True).get("generation_kwargs") or {}
+    options |= {"use_vllm": True, "generation_kwargs": {"stop_token_ids": stop_token_ids} | generation}
+    if node.name == "vllm_server":
+        return options | {
+            "vllm_mode": "server",
+            "vllm_server_base_url": node.url,
+            "vllm_server_timeout": float(node.timeout_s),
+        }
+    return options | {
+        "vllm_mode": "colocate",
+        "vllm_tensor_parallel_size": node.tensor_parallel,
+        "vllm_gpu_memory_utilization": node.memory_share,
+        "vllm_enable_sleep_mode": node.sleep and bool(visible_gpus()),  # vLLM has no sleep on a CPU
+        # None would be the model's whole context, for which vLLM demands a cache that does not fit
+        "vllm_max_model_length": None if longest_prompt is None else longest_prompt + cfg.task.max_completion_length,
+    }
+
+
+def start_processes(cfg: DictConfig, script: str, arguments: list[str]) -> None:
+    """Replaces this process by torchrun where `gpus=N` asks for several; returns where there is nothing to start.
+
+    script, arguments: the command as Hydra got it. Under SLURM, or under a torchrun of the user's own, the processes
+    are there already. Raises RunError where there are fewer GPUs.
+    """
+    if cfg.gpus is None or cfg.gpus < 2 or "WORLD_SIZE" in os.environ:
+        return
+    here = visible_gpus()
+    if not cfg.trainer.get("use_cpu") and len(here) < cfg.gpus:
+        raise RunError(
+            f"gpus={cfg.gpus} asks for more GPUs than are visible here ({len(here)}). Use gpus={max(1, len(here))}, or "
+            "trainer.use_cpu=true to try several processes on the CPU."
+        )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cfg.gpus)]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *torchrun, script, *arguments])

@@ -1,0 +1,179 @@
+"""Whether a run fits the memory of its GPUs, from its configuration, before anything is loaded or submitted.
+
+Called by experiments/plan.py, and before a run is submitted. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.planning.architectures import architecture_of
+from experiments.planning.memory import moments, peak, state
+from experiments.planning.memory_parts import vllm_room, vllm_weights
+from experiments.planning.step import Step
+from otb.errors import RunError
+
+ASSUMPTIONS = Path(__file__).resolve().parents[2] / "conf" / "plan.yaml"
+SYNC_EACH_FORWARD = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"  # of trl.GRPOConfig
+MORE_GPUS = (2, 4, 8, 16, 32, 64)  # that a fix may name
+FEWER_ROWS = (64, 16, 4)  # generated at a time, that a fix may name
+SERVER_SHARE = 0.9  # of a GPU's memory, the default of `trl vllm-serve`
+
+
+def refuse_if_it_cannot_fit(cfg: DictConfig, card_memory_bytes: float, processes: int | None = None) -> None:
+    """Raises RunError where the run's peak by experiments/planning/memory.py is above the memory of one of its GPUs.
+
+    processes: of the run; None for `gpus`, or those that the launcher of a composed sweep (`cfg.hydra`) starts.
+    Nothing is raised for a model whose architecture is not known: a hub id that conf/architectures does not describe.
+    """
+    try:
+        step = step_of(cfg, card_memory_bytes, processes)
+    except RunError:
+        return
+    if reason := why_not(step):
+        raise RunError(f"model.name={cfg.model.name}: {reason}")
+
+
+def why_not(step: Step, reserve: float = 0.0) -> str | None:
+    """Returns why the step does not fit a GPU of `step.card` bytes, with a fix; None where it fits.
+
+    reserve: bytes that must stay free.
+    """
+    card = step.card / 1e9
+    if step.sampler == "vllm" and vllm_room(step) < 1:
+        return (
+            f"rollouts_by.memory_share={step.memory_share} of {card:.0f} GB does not hold vLLM's copy of the policy "
+            f"({vllm_weights(step) / 1e9:.1f} GB a GPU) and the cache of one rollout of {step.width} tokens. Raise "
+            f"rollouts_by.memory_share (the trainer leaves {largest_share(step, reserve)}), or set "
+            "rollouts_by.tensor_parallel."
+        )
+    moment, parts = peak(step)
+    needed = sum(parts.values())
+    if needed + reserve <= step.card:
+        return None
+    gpus = f"over {step.processes} GPUs" if step.processes > 1 else "on one GPU"
+    fix = fitting_change(step, reserve)
+    return (
+        f"needs {needed / 1e9:.0f} GB a GPU under parallel={step.parallel} {gpus} ({state(step) / 1e9:.0f} GB of it "
+        f"weights, gradients and optimizer; the peak is at: {moment}); the card has {card:.0f}"
+        + (f", {reserve / 1e9:.0f} of them in reserve" if reserve else "")
+        + (f". Try {fix}." if fix else ". Try a smaller model, LoRA (model.lora.r=32) or shorter responses.")
+    )
+
+
+def fitting_change(step: Step, reserve: float = 0.0) -> str | None:
+    """Returns the keys to set so that the step fits; None where none of the changes tried does.
+
+    The fewest GPUs come first, then the fewest changes, then the largest forwards.
+    """
+    options = [(changed_keys(step, option), option) for option in other_steps(step, reserve)]
+    for keys, option in sorted(options, key=lambda pair: (pair[1].processes, len(pair[0]), -pair[1].forward)):
+        fits = sum(peak(option)[1].values()) + reserve <= step.card
+        if fits and (option.sampler != "vllm" or vllm_room(option) >= 1):
+            return " ".join(keys)
+    return None
+
+
+def other_steps(step: Step, reserve: float) -> Iterator[Step]:
+    """Yields the same step of a run on more GPUs, under fsdp2, sampled by vLLM, in smaller batches."""
+    rollouts = step.rollouts * step.processes
+    for processes, parallel, sampler, sync in itertools.product(
+        sorted({step.processes, *(n for n in MORE_GPUS if n > step.processes)}),
+        dict.fromkeys((step.parallel, "fsdp2")),
+        dict.fromkeys((step.sampler, "vllm")),
+        dict.fromkeys((step.sync_each_forward, True)),
+    ):
+        sharded = parallel != "ddp"
+        if rollouts % processes or (sharded and (processes == 1 or sampler == "hf")):
+            continue
+        if sync != step.sync_each_forward and parallel != "fsdp2":
+            continue
+        local = rollouts // processes
+        moved = replace(
+            step, processes=processes, parallel=parallel, sampler=sampler, sync_each_forward=sync, rollouts=local
+        )
+        if sampler != step.sampler:
+            moved = replace(moved, sleep=True)  # as conf/rollouts_by/vllm.yaml has it
+        if sampler == "vllm" and vllm_room(moved) < 1:
+            moved = replace(moved, memory_share=largest_share(moved, reserve))
+        forwards = [n for n in range(1, min(step.forward, local) + 1) if local % n == 0]
+        rows = dict.fromkeys((step.rows, *FEWER_ROWS)) if sampler == "hf" else [step.rows]
+        for forward, generated in itertools.product(forwards, rows):
+            yield replace(moved, forward=forward, rows=generated)
+
+
+def largest_share(step: Step, reserve: float) -> float:
+    """Returns the largest memory_share, in twentieths, that the trainer leaves to vLLM while sampling."""
+    beside = sum(size for part, size in moments(step)["sampling"].items() if part != "vllm")
+    return max(0, math.floor(20 * (step.card - reserve - beside) / step.card)) / 20
+
+
+def changed_keys(old: Step, new: Step) -> list[str]:
+    """Returns `key=value` for what differs, as it is typed."""
+    values = {
+        "parallel": (old.parallel, new.parallel),
+        "gpus": (old.processes, new.processes),
+        "rollouts_by": (old.sampler, new.sampler),
+        "rollouts_by.rows": (old.rows, new.rows),
+        "rollouts_by.memory_share": (old.memory_share, new.memory_share),
+        "model.rollouts_per_forward": (old.forward, new.forward),
+        f"parallel.trainer.{SYNC_EACH_FORWARD}": (old.sync_each_forward, new.sync_each_forward),
+    }
+    changed = {key: after for key, (before, after) in values.items() if before != after}
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changed.items()]
+
+
+def step_of(
+    cfg: DictConfig, card_memory_bytes: float, processes: int | None = None, prompt_tokens: int | None = None
+) -> Step:
+    """Returns what the memory of a process depends on, from a composed configuration.
+
+    parallel and rollouts_by may be absent: then it is ddp and HF generate. processes: None for those of `processes_of`.
+    prompt_tokens: where max_prompt_length is null; None for conf/plan.yaml's.
+
+    Raises:
+        RunError: the architecture of the model is not known.
+    """
+    processes = processes or processes_of(cfg)
+    rollouts = max(1, cfg.prompts_per_step * cfg.group_size // processes)
+    lora = OmegaConf.select(cfg, "model.lora") or {}
+    targets = lora.get("target_modules")
+    sampler = str(OmegaConf.select(cfg, "rollouts_by.name", default="hf"))
+    share = SERVER_SHARE if sampler == "vllm_server" else OmegaConf.select(cfg, "rollouts_by.memory_share", default=0.3)
+    return Step(
+        architecture=architecture_of(str(cfg.model.name)),
+        dtype=cfg.model.dtype,
+        rollouts=rollouts,
+        forward=min(cfg.model.rollouts_per_forward or rollouts, rollouts),
+        prompt=cfg.max_prompt_length or prompt_tokens or OmegaConf.load(ASSUMPTIONS).prompt_tokens,
+        response=cfg.task.max_completion_length,
+        lora_rank=lora.get("r"),
+        lora_targets=None if targets is None or isinstance(targets, str) else tuple(targets),
+        parallel=str(OmegaConf.select(cfg, "parallel.name", default="ddp")),
+        processes=processes,
+        checkpointing=OmegaConf.select(cfg, "trainer.gradient_checkpointing", default=True),
+        sync_each_forward=bool(
+            OmegaConf.select(cfg, f"trainer.{SYNC_EACH_FORWARD}")
+            or OmegaConf.select(cfg, f"parallel.trainer.{SYNC_EACH_FORWARD}")
+        ),
+        sampler=sampler,
+        rows=OmegaConf.select(cfg, "rollouts_by.rows"),
+        tensor_parallel=OmegaConf.select(cfg, "rollouts_by.tensor_parallel") or 1,
+        memory_share=float(share),
+        sleep=bool(OmegaConf.select(cfg, "rollouts_by.sleep", default=False)),
+        card=float(card_memory_bytes),
+    )
+
+
+def processes_of(cfg: DictConfig) -> int:
+    """Returns the processes of a run, one per GPU: `gpus`, else nodes x tasks_per_node of the launcher, else 1."""
+    if gpus := OmegaConf.select(cfg, "gpus"):
+        return int(gpus)
+    nodes = OmegaConf.select(cfg, "hydra.launcher.nodes") or 1
+    return int(nodes) * int(OmegaConf.select(cfg, "hydra.launcher.tasks_per_node") or 1)

@@ -1,0 +1,112 @@
+"""What cannot work on these processes, GPUs or samplers is refused before anything loads, with value, rule and fix."""
+
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from experiments import hardware
+from experiments.checks import check
+from otb.errors import RunError
+from tests.test_recipes import composed
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that sets how many GPUs are visible and which packages are installed."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    installed = hardware.importlib.util.find_spec
+
+    def set_up(gpus=0, packages=()):
+        monkeypatch.setattr(hardware, "visible_gpus", lambda: [str(number) for number in range(gpus)])
+        missing = {"vllm", "deepspeed"} - set(packages)
+        monkeypatch.setattr(
+            hardware.importlib.util,
+            "find_spec",
+            lambda name: None if name in missing else name in packages or installed(name),
+        )
+
+    return set_up
+
+
+REFUSED = {  # overrides -> (processes, GPUs, packages, what the message says)
+    "parallel=zero3": (8, 8, (), "pip install -e '.[deepspeed]'"),
+    "parallel=fsdp2": (1, 1, (), "Add gpus=8"),
+    "parallel=fsdp2 baseline=otb_exact": (8, 8, (), "reads whole gradients"),
+    "parallel=fsdp2 measure_gradient_noise=true model.rollouts_per_forward=4": (8, 8, (), "reads whole gradients"),
+    "rollouts_by=vllm": (1, 1, (), "pip install -e '.[vllm]'"),
+    "rollouts_by=vllm rollouts_by.tensor_parallel=3": (8, 8, ("vllm",), "divides the 8 processes"),
+    "rollouts_by=vllm rollouts_by.memory_share=3": (1, 1, ("vllm",), "between 0 and 1"),
+    "rollouts_by.rows=0": (1, 1, (), "must be a whole number >= 1"),
+    "gpus=0": (1, 1, (), "must be a whole number >= 1"),
+    "geometric_ratio_band=[0.9,1.1]": (1, 1, (), "samples with the policy itself"),
+    "rollouts_by=vllm geometric_ratio_band=[1.1,1.2]": (1, 1, ("vllm",), "around 1"),
+    "trainer.use_vllm=true": (1, 1, (), "set rollouts_by instead"),
+    "trainer.fsdp=full_shard": (1, 1, (), "set parallel instead"),
+    "model=hub": (1, 1, (), "Add model.name=OWNER/NAME"),
+    "model.name=Qwen/Qwen2.5-7B": (1, 1, (), "Use model=hub model.name=Qwen/Qwen2.5-7B"),
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_cannot_work_is_refused(overrides, machine):
+    processes, gpus, packages, says = REFUSED[overrides]
+    machine(gpus, packages)
+    words = [f"++{word}" if re.match(r"trainer\.", word) else word for word in overrides.split()]
+    with pytest.raises(RunError, match=re.escape(says)):
+        check(composed(*words), processes)
+
+
+def test_one_process_that_sees_several_gpus_is_refused_with_both_ways_out(machine):
+    machine(gpus=4)
+    with pytest.raises(RunError, match="gpus=4 to train on all of them, or CUDA_VISIBLE_DEVICES=0"):
+        check(composed())
+    machine(gpus=1)
+    check(composed())
+    machine(gpus=4)
+    check(composed("++trainer.use_cpu=true"))
+
+
+def test_sharding_without_a_gpu_is_refused_where_it_would_run_and_not_where_it_is_planned(machine):
+    machine(gpus=0)
+    check(composed("parallel=fsdp2"), processes=8)  # on a login node
+    with pytest.raises(RunError, match="no GPU is to be used here"):
+        check(composed("parallel=fsdp2"))
+
+
+def test_gpus_starts_the_processes_by_torchrun(machine, monkeypatch):
+    machine(gpus=8)
+    started = []
+    monkeypatch.setattr(hardware.os, "execv", lambda program, words: started.append(words[1:]))
+    hardware.start_processes(composed("gpus=8"), "run.py", ["gpus=8", "seed=1"])
+    (words,) = started
+    assert words == [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "8",
+        "run.py",
+        "gpus=8",
+        "seed=1",
+    ]
+    hardware.start_processes(composed(), "run.py", [])
+    monkeypatch.setenv("WORLD_SIZE", "8")  # in the processes that were started
+    hardware.start_processes(composed("gpus=8"), "run.py", ["gpus=8"])
+    assert len(started) == 1
+    monkeypatch.delenv("WORLD_SIZE")
+    machine(gpus=2)
+    with pytest.raises(RunError, match="Use gpus=2"):
+        hardware.start_processes(composed("gpus=8"), "run.py", ["gpus=8"])
+
+
+def test_vllm_gets_the_context_that_the_task_needs_and_the_tokens_that_end_a_turn(machine):
+    machine(gpus=1, packages=("vllm",))
+    cfg = composed("rollouts_by=vllm", "rollouts_by.memory_share=0.4", "task=gsm8k")
+    options = hardware.grpo_options(cfg, longest_prompt=300, stop_token_ids=[7])
+    assert options["vllm_max_model_length"] == 300 + cfg.task.max_completion_length
+    assert options["generation_kwargs"] == {"stop_token_ids": [7]}
+    assert (options["vllm_mode"], options["vllm_gpu_memory_utilization"]) == ("colocate", 0.4)
+    assert hardware.grpo_options(composed(), 300, [7]) == {}
+    sharding = hardware.grpo_options(composed("parallel=fsdp2"), 300, [7])
+    assert sharding == OmegaConf.to_container(composed("parallel=fsdp2").parallel.trainer)

@@ -1,0 +1,89 @@
+"""FSDP2 over two gloo processes trains like plain data parallelism, and keeps log-probs in float32 under bfloat16."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+BFLOAT16 = {"fsdp2": True, "bf16": True}
+LORA = {"lora": True, "weights": "bfloat16"}
+TRAININGS = {
+    "plain": {},
+    "fsdp2": {"fsdp2": True},
+    "whole, own pass": BFLOAT16,
+    "whole, pass of TRL": BFLOAT16 | {"num_iterations": 2},
+    "lora, own pass": BFLOAT16 | LORA,
+    "lora, pass of TRL": BFLOAT16 | LORA | {"num_iterations": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def written(policy, tmp_path_factory):
+    """The folder in which both processes wrote what each of TRAININGS gave them."""
+    folder = tmp_path_factory.mktemp("sharded")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.support.sharded_worker", str(policy), str(folder), json.dumps(TRAININGS)]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return folder
+
+
+def both_ranks(folder, name):
+    return [torch.load(folder / f"{name}-rank{rank}.pt") for rank in (0, 1)]
+
+
+def recomputed(policy, batch):
+    """log pi and w of one process's rows in float32, from full logits; zero where no token was sampled."""
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    mask = batch["completion_mask"]
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1][:, -mask.shape[1] :]
+    log_probs = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    return log_probs * mask, logit_gradient_proxy(log_probs, log_sum_squared_probs(logits)) * mask
+
+
+def test_fsdp2_trains_as_plain_data_parallelism_does(written):
+    plain, sharded = both_ranks(written, "plain"), both_ranks(written, "fsdp2")
+    for rank in (0, 1):
+        for mine, its in zip(plain[rank]["batches"], sharded[rank]["batches"], strict=True):
+            assert mine["sharded"] == 0 and its["sharded"] > 30
+            assert torch.equal(mine["completion_ids"], its["completion_ids"])
+            torch.testing.assert_close(mine["score_norms"], its["score_norms"])
+            torch.testing.assert_close(mine["advantages"], its["advantages"], rtol=1e-4, atol=1e-5)
+    for mine, its in zip(plain[0]["log"][:2], sharded[0]["log"][:2], strict=True):
+        assert its["loss"] == pytest.approx(mine["loss"], rel=1e-4)
+        assert its["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
+    weights = torch.load(written / "fsdp2-weights.pt")
+    for name, value in torch.load(written / "plain-weights.pt").items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("training", [name for name in TRAININGS if "pass" in name])
+def test_fsdp2_in_bfloat16_keeps_log_probs_and_score_norms_in_float32(written, policy, training):
+    ranks = both_ranks(written, training)
+    for rank, seen in enumerate(ranks):
+        batch = seen["batches"][0]  # the weights are still those of `policy`
+        log_probs, w = recomputed(policy, batch)
+        measured = batch["score_norms"].flatten(0, 1)[rank * len(w) :][: len(w), : w.shape[1]]
+        assert measured.dtype == torch.float32
+        torch.testing.assert_close(measured, w[:, : measured.shape[1]], rtol=0.05, atol=0.02)  # bfloat16 activations
+        if "TRL" in training:
+            kept = batch["old_per_token_logps"]
+            assert kept.dtype == torch.float32
+            assert not torch.equal(kept, kept.bfloat16().float())  # never rounded to eight bits on its way
+            torch.testing.assert_close(kept * batch["completion_mask"], log_probs, rtol=0.02, atol=0.05)
+    assert all(torch.isfinite(torch.tensor(log["grad_norm"])) for log in ranks[0]["log"][:2])
