@@ -137,6 +137,12 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "create_model_card()", "replaced by nothing"),
         Seam(GRPO, "_tokenizer", "decodes the samples that are kept"),
     ),
+    "experiments/evaluation/sampling.py": (
+        Seam(GRPO, "_generate_and_score_completions(inputs)", "called in evaluation mode, for responses alone"),
+        Seam(GRPO, "_generate(prompts)", "extended: keeps the responses"),
+        Seam(GRPO, "_last_loaded_step", "the step whose weights vLLM has; -1 makes it take them again"),
+        Seam(GRPO, "_metrics", "metrics of the batch, which nothing logs"),
+    ),
     "experiments/command_line.py": (
         Seam("hydra._internal.utils", "get_args_parser()", "tells overrides from Hydra's own options"),
     ),
