@@ -53,6 +53,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             '"old_per_token_logps"',
             "in that output where TRL made a pass: the tensor that it returned",
         ),
+        Seam(GRPO, '"sampling_per_token_logps"', "in that output where vLLM sampled"),
         Seam(GRPO, '"importance_sampling_ratio"', "in that output where TRL corrects for the sampler"),
         Seam(GRPO, '"pixel_values"', "in that output where prompts have images, which extra passes do not see"),
         Seam(GRPO, "_generate(prompts)", "extended: of what it returns, the second and third are ids and tool mask"),
@@ -75,6 +76,11 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "replaces model.forward for one pass, whose result also has log_sum_sq_probs",
         ),
         Seam("trl.trainer.utils:FusedCausalLMOutput", "log_sum_sq_probs", "log sum pi^2 of that pass"),
+        Seam(
+            "accelerate.utils:FullyShardedDataParallelPlugin",
+            "mixed_precision_policy",
+            "replaced under FSDP2, so that log-probabilities leave the model in float32",
+        ),
         Seam(
             "trl.models.utils",
             "disable_gradient_checkpointing(model, gradient_checkpointing_kwargs)",
