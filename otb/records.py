@@ -56,9 +56,9 @@ METRICS = {
         "share", "rollouts whose geometric mean ratio left geometric_ratio_band; they train nothing"
     ),
     "mismatch_mean": Metric(
-        "nats", "|log pi - log pi of the sampler| per own token, mean; vLLM only, as the next four"
+        "nats", "absolute difference of log pi and the sampler's, per own token, mean; vLLM only, as the next four"
     ),
-    "mismatch_max": Metric("nats", "|log pi - log pi of the sampler| per own token, largest"),
+    "mismatch_max": Metric("nats", "absolute difference of log pi and the sampler's, per own token, largest"),
     "importance_ratio_min": Metric("1", "trained / sampled probability of an own token, clipped, smallest"),
     "importance_ratio_mean": Metric("1", "trained / sampled probability of an own token, clipped, mean"),
     "importance_ratio_max": Metric("1", "trained / sampled probability of an own token, clipped, largest"),

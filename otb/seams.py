@@ -53,6 +53,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             '"old_per_token_logps"',
             "in that output where TRL made a pass: the tensor that it returned",
         ),
+        Seam(GRPO, '"sampling_per_token_logps"', "in that output where vLLM sampled"),
         Seam(GRPO, '"importance_sampling_ratio"', "in that output where TRL corrects for the sampler"),
         Seam(GRPO, '"pixel_values"', "in that output where prompts have images, which extra passes do not see"),
         Seam(GRPO, "_generate(prompts)", "extended: of what it returns, the second and third are ids and tool mask"),
@@ -80,6 +81,11 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "replaces model.forward for one pass, whose result also has log_sum_sq_probs",
         ),
         Seam("trl.trainer.utils:FusedCausalLMOutput", "log_sum_sq_probs", "log sum pi^2 of that pass"),
+        Seam(
+            "accelerate.utils:FullyShardedDataParallelPlugin",
+            "mixed_precision_policy",
+            "replaced under FSDP2, so that log-probabilities leave the model in float32",
+        ),
         Seam(
             "trl.models.utils",
             "disable_gradient_checkpointing(model, gradient_checkpointing_kwargs)",
@@ -143,10 +149,10 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "_tokenizer", "decodes the samples that are kept"),
     ),
     "experiments/evaluation/sampling.py": (
-        Seam(GRPO, "_generate(prompts)", "extended: keeps what was generated, which ends how is read from it"),
-        Seam(GRPO, "_generate_and_score_completions(inputs)", "called for every batch of samples"),
-        Seam(GRPO, "_last_loaded_step", "set to -1, so that vLLM gets the weights of another checkpoint"),
-        Seam(GRPO, "_metrics", "cleared: nobody reads those of an evaluation"),
+        Seam(GRPO, "_generate_and_score_completions(inputs)", "called in evaluation mode, for responses alone"),
+        Seam(GRPO, "_generate(prompts)", "extended: keeps the responses"),
+        Seam(GRPO, "_last_loaded_step", "the step whose weights vLLM has; -1 makes it take them again"),
+        Seam(GRPO, "_metrics", "metrics of the batch, which nothing logs"),
     ),
     "experiments/command_line.py": (
         Seam("hydra._internal.utils", "get_args_parser()", "tells overrides from Hydra's own options"),

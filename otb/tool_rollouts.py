@@ -108,8 +108,8 @@ class ToolTrainer(OTBTrainer):
         if row is not None:
             raise RuntimeError(
                 f"{len(prompt_ids)} rollouts are to be continued, of which {len(continued)} are known here; TRL's tool "
-                "loop does not work as in the version that pyproject.toml pins. Install that version, or compare "
-                "otb/seams.py with the one installed."
+                "loop does not work as in the version that was tried. Install one that pyproject.toml allows; "
+                "`python -m otb.seams` compares what is installed."
             )
         self._end(dropped)
         return continued

@@ -72,7 +72,7 @@ class _SingleRollout(int):
 
 @dataclass
 class OTBConfig(GRPOConfig):
-    """TRL's GRPOConfig with two more fields and two other rules.
+    """TRL's GRPOConfig with a few more fields and two other rules.
 
     `num_generations=1` is allowed: the baseline declares the smallest group that makes sense. `scale_rewards` is
     "none": what divides an advantage belongs to the baseline (`grpo` divides, `otb` does not).
@@ -514,7 +514,7 @@ class OTBTrainer(GRPOTrainer):
 
 
 def outside_band(output: dict, low: float, high: float) -> Tensor:
-    """(B,) bool: the geometric mean over own tokens of trained / sampled probability lies outside [low, high].
+    """Tells of which rollouts the geometric mean of trained / sampled probability is outside [low, high]. -> (B,) bool.
 
     output: what TRL hands from scoring to the loss, with the log-probs of the policy and of the sampler. A token that
     the sampler gave no log-prob (NaN) counts as equal. Raises ValueError without the sampler's log-probs.

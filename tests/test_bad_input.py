@@ -253,7 +253,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(unreadable_weights, tmp_
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").unlink()
     code, printed = commands.run([f"model.name={folder}", f"runs_dir={tmp_path / 'runs'}"], log)
-    assert_refused(code, printed, (f"model.name={folder}", "without a chat template", "Use the instruct variant"))
+    assert_refused(code, printed, (f"model.name={folder}", "without a chat template", "model.chat_template=plain"))
 
 
 def test_a_model_of_the_hub_that_is_not_cached_offline_names_the_command_that_fetches_it(tmp_path, log):

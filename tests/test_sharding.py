@@ -20,9 +20,9 @@ LORA = {"lora": True, "weights": "bfloat16"}
 TRAININGS = {
     "plain": {},
     "fsdp2": {"fsdp2": True},
-    "whole, own pass": BFLOAT16,
+    "whole, extra pass": BFLOAT16,
     "whole, pass of TRL": BFLOAT16 | {"num_iterations": 2},
-    "lora, own pass": BFLOAT16 | LORA,
+    "lora, extra pass": BFLOAT16 | LORA,
     "lora, pass of TRL": BFLOAT16 | LORA | {"num_iterations": 2},
 }
 
