@@ -1,7 +1,7 @@
 """Lists what this project relies on inside other libraries, file by file, and checks it: `python -m otb.seams`.
 
-Everything else goes through documented interfaces. The pins of pyproject.toml keep these names where they are; before a
-pin is raised, this list says what to look at. tests/test_seams.py checks the installed libraries, and that no file of
+Everything else goes through documented interfaces. Before pyproject.toml allows another version of a library, this list
+says what to look at. tests/test_seams.py checks the installed libraries, and that no file of
 the project uses a private name that is not listed here. Importing this file imports none of the libraries.
 """
 

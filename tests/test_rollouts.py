@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from otb.rollouts import RolloutGroups, TokenStates
+from otb.rollouts import RolloutGroups, TokenStates, joined
 
 
 def test_token_states_know_the_last_own_token_and_leave_unscored_rollouts_out():
@@ -23,3 +23,16 @@ def test_rollout_groups_refuse_rows_that_do_not_fit():
         RolloutGroups(rewards, lengths, prefix_norms=torch.zeros(2, 3))
     with pytest.raises(ValueError, match="values has shape"):
         RolloutGroups(rewards, lengths, reduced={"values": torch.zeros(6, 4)})
+
+
+def test_a_field_that_the_baseline_did_not_declare_is_refused_with_the_declaration_that_it_lacks():
+    rollouts = RolloutGroups(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.int), score_norms=torch.ones(1, 2, 1))
+    assert rollouts.required("score_norms") is rollouts.score_norms
+    with pytest.raises(ValueError, match=r"sequence_norms=None.*@declare\(needs=\{'sequence_norms'\}\)"):
+        rollouts.required("sequence_norms")
+
+
+def test_chunks_are_joined_and_padded_with_0_to_the_widest():
+    chunks = [torch.ones(1, 2, 2), torch.ones(2, 1, 2)]
+    assert joined(chunks, dim=1)[:, :, 0].tolist() == [[1, 1], [1, 0], [1, 0]]
+    assert joined([torch.ones(2), torch.zeros(1)], dim=1).tolist() == [1, 1, 0]  # without that dimension
