@@ -100,7 +100,7 @@ def test_the_same_command_draws_nothing_again_and_imports_no_torch(uninterrupted
     program = "import sys; from experiments.evaluate import command_line; command_line(sys.argv[1:]); "
     program += "assert not {'torch', 'trl'} & set(sys.modules)"
     command = [sys.executable, "-c", program, *arguments(folder.path.parents[1], policy)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "avg@4" in done.stdout and folder.samples_file.stat().st_mtime_ns == before
 
@@ -172,7 +172,9 @@ def test_two_processes_draw_what_one_draws(uninterrupted, policy, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "experiments" / "evaluate.py"), *arguments(tmp_path, policy)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("avg@4") == 1
     assert_same_samples(the_evaluation(tmp_path), expected)
