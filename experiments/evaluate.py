@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -22,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.build import opened_sandbox
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
 from experiments.evaluation.command import plan
-from experiments.hardware import start_processes
+from experiments.hardware import check_gpus, start_processes
 from experiments.variance import quoted
 
 
@@ -31,6 +30,8 @@ def main(cfg: DictConfig) -> None:
     # Unresolved: `task.path=data/${task.name}` refers to the keys of this project, not to Hydra's.
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     with refusals():
+        check_gpus(cfg)
+        start_processes(cfg, __file__, sys.argv[1:])
         wanted = plan(cfg, overrides, HydraConfig.get().runtime.choices["task"])
         if cfg.watch or wanted.pending():
             with opened_sandbox(wanted.with_tools()) as sandbox:
@@ -52,7 +53,6 @@ def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/evaluate.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
     with exit_codes(after_stop="goes on with the samples that are missing"):
         arguments = [quoted(argument) for argument in arguments]
-        start_processes(Path(__file__), arguments)
         run_hydra(main, __file__, arguments, "evaluate")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         sys.stdout.flush()

@@ -257,7 +257,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(unreadable_weights, tmp_
 
 
 def test_a_model_of_the_hub_that_is_not_cached_offline_names_the_command_that_fetches_it(tmp_path, log):
-    given = ["model.name=someone/some-model", "model.revision=v2", f"runs_dir={tmp_path}"]
+    given = ["model=hub", "model.name=someone/some-model", "model.revision=v2", f"runs_dir={tmp_path}"]
     code, printed = commands.run(given, log, HF_HUB_OFFLINE="1")
     fix = "python -m otb.prefetch --model someone/some-model --revision v2"
     assert_refused(code, printed, ("model.name=someone/some-model", "not in the cache", fix))

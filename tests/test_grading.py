@@ -177,8 +177,8 @@ def test_the_shortcut_for_numbers_agrees_with_math_verify():
 @pytest.fixture
 def asked(monkeypatch):
     """The pairs that math-verify is asked about."""
-    pairs, judge = [], grading._pool.judge
-    monkeypatch.setattr(grading._pool, "judge", lambda *pair: pairs.append(pair) or judge(*pair))
+    pairs, compare = [], grading._pool.compare
+    monkeypatch.setattr(grading._pool, "compare", lambda *pair: pairs.append(pair) or compare(*pair))
     return pairs
 
 
