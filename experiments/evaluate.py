@@ -12,8 +12,6 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf

@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import build
+from experiments.threads import check_threads
 from otb import baselines
 from otb.errors import RunError
 
@@ -35,7 +36,8 @@ def check_gpus(cfg: DictConfig) -> None:
 
 
 def check_this_machine(cfg: DictConfig) -> None:
-    """Raises RunError where this process cannot use the GPUs here as the configuration wants. Loads nothing."""
+    """Raises RunError where this process cannot use the machine as the configuration wants. Loads nothing."""
+    check_threads(cfg)
     gpus = [] if cfg.trainer.get("use_cpu") else visible_gpus()
     if cfg.parallel.name != "ddp" and not gpus:
         raise RunError(

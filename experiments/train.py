@@ -18,7 +18,7 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
 from experiments import trackers
@@ -28,6 +28,7 @@ from experiments.hardware import grpo_options
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
+from experiments.threads import use_threads
 from otb.errors import RunError
 from otb.options import batches
 from otb.policies.models import (
@@ -61,7 +62,7 @@ def train(
     make_deterministic(cfg.deterministic)
     inputs = checked_inputs(cfg, sandbox)
     arguments = trainer_config(cfg, inputs, directory)
-    folder = policy_folder(cfg.model.name, inputs.task, dict(cfg.model.get("warm_start") or {}), progress.warm_start)
+    folder = weights_folder(cfg, inputs.task, progress.warm_start)
     resume_step = step_to_resume(directory)
     if arguments.process_index == 0:
         trackers.prepare(arguments.report_to, directory)
@@ -148,7 +149,9 @@ def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
     """Builds task, rows, tokenizer and LoRA, and checks them against each other. Raises RunError; reads no weights."""
     task = build(cfg, "task")
     train_dataset, evaluation_dataset = load_datasets(task, cfg.prompts_per_step)
-    tokenizer, model_config = describe_policy(cfg.model.name, cfg.model.revision, cfg.model.get("chat_template"))
+    tokenizer, model_config = described(cfg)
+    if "threads" in cfg:  # else it has processes of its own (experiments/laboratory.py)
+        use_threads(cfg.threads, model_config)
     environment = None if sandbox is None else partial(task.environment, sandbox)
     tools = None if environment is None else [environment().python]
     if tools:
@@ -162,6 +165,19 @@ def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
     if lora is not None:
         check_lora_targets(lora, model_config)
     return Inputs(task, train_dataset, evaluation_dataset, tokenizer, environment, lora, longest_prompt)
+
+
+def described(cfg: DictConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Returns tokenizer and configuration of the policy in `cfg.model`, by `describe_policy`."""
+    model = cfg.model
+    return describe_policy(model.name, model.revision, model.get("chat_template"), model.get("gguf_file"))
+
+
+def weights_folder(cfg: DictConfig, task, progress: Callable[[int, int, float], None]) -> str:
+    """Returns folder or hub id of the weights of `cfg.model`, by `policy_folder`. progress: of the tiny warm start."""
+    model = cfg.model
+    recipe = dict(model.get("warm_start") or {})
+    return policy_folder(model.name, task, recipe, progress, model.revision, model.get("gguf_file"))
 
 
 def note_start(cfg: DictConfig, directory: RunDirectory, command: list[str], inputs: Inputs, folder: str) -> None:

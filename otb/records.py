@@ -131,6 +131,7 @@ WHERE_AND_HOW = (
     "max_prompt_length",
     "sandbox.workers",
     "gpus",
+    "threads",
     "parallel",
     "rollouts_by.rows",
     "rollouts_by.tensor_parallel",
@@ -147,7 +148,9 @@ WHERE_AND_HOW = (
 ADDED_LATER = {
     "geometric_ratio_band": None,
     "model.chat_template": None,
+    "model.gguf_file": None,
     "rollouts_by.name": "hf",
+    "task.instruction": None,
     "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use
     "trainer.vllm_importance_sampling_mode": "token_truncate",
 }

@@ -28,10 +28,11 @@ from experiments.evaluation.weights import Policies
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES
-from experiments.train import quiet_libraries
+from experiments.threads import use_threads
+from experiments.train import described, quiet_libraries
 from otb.baselines.none import none
 from otb.errors import RunError
-from otb.policies.models import describe_policy, model_facts
+from otb.policies.models import model_facts
 from otb.records import write_atomically
 from otb.sandbox import Sandbox
 from otb.trainer import OTBConfig
@@ -81,8 +82,8 @@ class Evaluator:
 
     def __init__(self, plan: Plan, sandbox: Sandbox | None, progress: EvaluationProgress):
         self.plan, self.progress = plan, progress
-        model = next(iter(plan.configurations.values())).model
-        self.tokenizer, model_config = describe_policy(model.name, model.revision, model.get("chat_template"))
+        self.tokenizer, model_config = described(next(iter(plan.configurations.values())))
+        use_threads(plan.cfg.threads, model_config)
         self.inputs = {
             name: task_inputs(cfg, sandbox, self.tokenizer, model_config) for name, cfg in plan.configurations.items()
         }
