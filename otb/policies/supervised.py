@@ -62,19 +62,33 @@ def supervised(
                     progress(state.global_step, how.steps, logs["loss"])
 
     with tempfile.TemporaryDirectory() as folder:  # nothing is saved there
-        rows = [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in ordered(chats, how)]
-        trainer = SFTTrainer(
-            model,
-            options(how, folder),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            peft_config=lora,
-            callbacks=[Losses()],
-        )
-        trainer.remove_callback(PrinterCallback)
+        trainer = sft_trainer(model, tokenizer, chats, how, lora, folder)
+        trainer.add_callback(Losses())
         trainer.train()
     trained = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     return (trained.merge_and_unload() if lora is not None else trained), losses
+
+
+def sft_trainer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[list[dict]],
+    how: Supervision,
+    lora: PeftConfig | None,
+    folder: str,
+) -> SFTTrainer:
+    """Returns TRL's trainer over the chats of all steps, in their order. folder: for what it may write."""
+    trainer = SFTTrainer(
+        model,
+        options(how, folder),
+        train_dataset=Dataset.from_list(
+            [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in ordered(chats, how)]
+        ),
+        processing_class=tokenizer,
+        peft_config=lora,
+    )
+    trainer.remove_callback(PrinterCallback)  # it prints every row
+    return trainer
 
 
 def ordered(chats: list[list[dict]], how: Supervision) -> list[list[dict]]:
