@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +21,8 @@ from experiments.threads import check_threads
 from otb import baselines
 from otb.errors import RunError
 
+CPU_INFO = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # names in CPU_INFO: x86, Intel's matrix units, ARM
 EXACT_NORMS = {"sequence_norms", "prefix_norms"}
 
 
@@ -110,6 +113,19 @@ def visible_gpus() -> list[str]:
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     lines = listed.stdout.splitlines() if listed.returncode == 0 else []
     return [str(number) for number, line in enumerate(line for line in lines if line.startswith("GPU "))]
+
+
+def emulated_bfloat16(dtype: str, on_cpu: bool) -> str:
+    """Returns a line for who computes in bfloat16 on a processor that has no instructions for it; else "".
+
+    dtype: `model.dtype`. It stays what it is: the precision of a run must not depend on the machine that it lands on.
+    """
+    if dtype != "bfloat16" or not on_cpu or not CPU_INFO.exists():
+        return ""
+    words = set(CPU_INFO.read_text(encoding="utf8", errors="replace").split())
+    if words & BFLOAT16_FLAGS:
+        return ""
+    return "this processor has no bfloat16 and emulates it; model.dtype=float32 is faster here, and another run"
 
 
 def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: list[int]) -> dict[str, Any]:

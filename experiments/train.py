@@ -24,7 +24,7 @@ from transformers.trainer_utils import set_seed
 from experiments import trackers
 from experiments.build import build
 from experiments.environment import describe
-from experiments.hardware import grpo_options
+from experiments.hardware import emulated_bfloat16, grpo_options
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
@@ -64,6 +64,7 @@ def train(
     arguments = trainer_config(cfg, inputs, directory)
     folder = weights_folder(cfg, inputs.task, progress.warm_start)
     resume_step = step_to_resume(directory)
+    progress.note(emulated_bfloat16(cfg.model.dtype, arguments.use_cpu))
     if arguments.process_index == 0:
         trackers.prepare(arguments.report_to, directory)
         note_start(cfg, directory, command, inputs, folder)

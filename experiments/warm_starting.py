@@ -13,6 +13,7 @@ from transformers.trainer_utils import set_seed
 
 from experiments.build import build
 from experiments.environment import PACKAGES, commit, installed
+from experiments.hardware import emulated_bfloat16
 from experiments.progress import Progress
 from experiments.threads import use_threads
 from experiments.train import described, lora_config, quiet_libraries, weights_dtype, weights_folder
@@ -38,10 +39,12 @@ def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict, recor
         check_lora_targets(lora, model_config)
     steps = cfg.steps or math.ceil(cfg.demonstrations / cfg.demonstrations_per_step)  # null: one pass
     with Progress(steps) as progress:
+        on_cpu = cfg.use_cpu or not torch.cuda.is_available()
+        progress.note(emulated_bfloat16(cfg.model.dtype, on_cpu))
         folder = weights_folder(cfg, task, progress.warm_start)
         set_seed(cfg.seed)  # LoRA's initial weights
         model = load_model(folder, cfg.model.revision, weights_dtype(cfg))
-        bf16, on_cpu = cfg.model.dtype == "bfloat16", cfg.use_cpu or not torch.cuda.is_available()
+        bf16 = cfg.model.dtype == "bfloat16"
         how = Supervision(steps, step.forward, step.accumulation, cfg.learning_rate, cfg.seed, bf16, on_cpu)
         model, losses = supervised(model, tokenizer, chats, how, lora, progress.warm_start)
     record |= {

@@ -111,3 +111,20 @@ def test_vllm_gets_the_context_that_the_task_needs_and_the_tokens_that_end_a_tur
     assert hardware.grpo_options(composed(), 300, [7]) == {}
     sharding = hardware.grpo_options(composed("parallel=fsdp2"), 300, [7])
     assert sharding == OmegaConf.to_container(composed("parallel=fsdp2").parallel.trainer)
+
+
+@pytest.mark.parametrize(
+    ("flags", "emulated"),
+    [
+        ("fma avx512f avx512_bf16", False),
+        ("fma avx512f avx2", True),
+        ("fp asimd bf16", False),
+        ("amx_tile amx_bf16", False),
+    ],
+)
+def test_bfloat16_that_the_processor_only_emulates_is_said_and_not_changed(tmp_path, monkeypatch, flags, emulated):
+    monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")
+    assert hardware.emulated_bfloat16("bfloat16", on_cpu=True) == ""  # nothing is known
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    assert bool(hardware.emulated_bfloat16("bfloat16", on_cpu=True)) == emulated
+    assert hardware.emulated_bfloat16("bfloat16", on_cpu=False) == hardware.emulated_bfloat16("float32", True) == ""
