@@ -29,12 +29,7 @@ from otb.errors import RunError
 from otb.files import sha256_of
 from otb.records import write_atomically
 
-PATHS = (
-    "checkpoint",
-    "run",
-    "model.name",
-    "output",
-)  # keys whose value may be the folder of a run or of its checkpoint
+PATHS = ("checkpoint", "run", "model.name", "output")  # keys whose value may be a folder with = in its name
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
 SMALLEST = {  # of the keys that are whole numbers

@@ -26,11 +26,8 @@ def test_documented_keys_are_those_of_the_yamls():
 @pytest.mark.parametrize("group", ["", *keys.TITLES])
 def test_every_key_has_a_comment_beside_it_in_a_yaml_of_its_group(group):
     """An experiment sets keys of the run, which have theirs in config.yaml."""
-    files = (
-        keys.choices(group)
-        if group
-        else [ROOT / "conf" / "config.yaml", *(ROOT / "conf" / f"{name}.yaml" for name in ("variance", "warm_start"))]
-    )
+    commands = [ROOT / "conf" / f"{name}.yaml" for name in ("config", "variance", "warm_start")]
+    files = keys.choices(group) if group else commands
     found = [] if group == "experiment" else keys.with_meanings([key for file in files for key in keys.keys_of(file)])
     assert [key.name for key in found if not key.meaning] == []
 
