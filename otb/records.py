@@ -162,6 +162,11 @@ def is_one_of(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(name + ".") for name in names)
 
 
+def is_as_before(key: str, value: object) -> bool:
+    """Tells whether a key of ADDED_LATER has the value with which runs from before it were made."""
+    return key in ADDED_LATER and value == ADDED_LATER[key]
+
+
 def flatten(config: dict, prefix: str = "") -> dict:
     """Returns a configuration with dotted keys, {"a": {"b": 1}} -> {"a.b": 1}; an empty mapping stays a value."""
     flat: dict[str, object] = {}
