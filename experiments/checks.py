@@ -25,6 +25,7 @@ from experiments.build import build
 from experiments.command_line import CONF, near_miss
 from experiments.fields import dataclass_fields, literal_choices, trainer_fields
 from experiments.hardware import check_gpus, check_processes, check_this_machine
+from experiments.planning.fit import check_card
 from otb import baselines
 from otb.errors import RunError
 from otb.options import NEUTRAL_SAMPLING, batches, refuse_broken_groups, refuse_options
@@ -130,6 +131,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
         check_this_machine(cfg)
     _check_batches(cfg, processes)
     check_processes(cfg, processes)
+    check_card(cfg, processes)
 
 
 def check_policy_and_task(cfg: DictConfig) -> None:

@@ -25,6 +25,7 @@ from experiments import trackers
 from experiments.build import build
 from experiments.environment import describe
 from experiments.hardware import grpo_options
+from experiments.planning.fit import refuse_if_it_cannot_fit
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
@@ -59,6 +60,10 @@ def train(
     """
     quiet_libraries()
     make_deterministic(cfg.deterministic)
+    if cfg.card is None and torch.cuda.is_available() and not cfg.trainer.get("use_cpu"):
+        refuse_if_it_cannot_fit(
+            cfg, torch.cuda.get_device_properties(0).total_memory, int(os.environ.get("WORLD_SIZE", 1))
+        )
     inputs = checked_inputs(cfg, sandbox)
     arguments = trainer_config(cfg, inputs, directory)
     folder = policy_folder(cfg.model.name, inputs.task, dict(cfg.model.get("warm_start") or {}), progress.warm_start)

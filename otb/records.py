@@ -131,6 +131,7 @@ WHERE_AND_HOW = (
     "max_prompt_length",
     "sandbox.workers",
     "gpus",
+    "card",
     "parallel",
     "rollouts_by.rows",
     "rollouts_by.tensor_parallel",

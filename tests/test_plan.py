@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from experiments.checks import check
 from experiments.plan import each_run, plan
 from experiments.planning.architectures import FOLDER, Architecture, architecture_of
 from experiments.planning.costs import Card, Rates, Run, disk, forward_flops, hours, response_tokens
@@ -284,6 +286,29 @@ def test_runs_that_fit_and_models_that_are_not_known_are_not_refused():
     refuse_if_it_cannot_fit(run_of_the_paper(model__rollouts_per_forward=4), 80e9)
     refuse_if_it_cannot_fit(run_of_the_paper(model__lora={"r": 32}, model__rollouts_per_forward=4), 80e9)
     refuse_if_it_cannot_fit(run_of_the_paper(model__name="OWNER/NAME"), 80e9)
+
+
+def test_a_run_is_refused_only_above_the_error_of_the_formulas():
+    cfg = run_of_the_paper(parallel={"name": "ddp"})
+    refuse_if_it_cannot_fit(cfg, 194e9)  # 212 needed, and a tenth more than 194 is 213
+    with pytest.raises(RunError, match="needs 212 GB"):
+        refuse_if_it_cannot_fit(cfg, 192e9)
+
+
+def test_a_card_is_checked_before_anything_is_loaded_or_submitted():
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        fits = compose("config", ["model=qwen2.5-0.5b", "task=gsm8k", "card=l4-24gb"])
+        large = compose("config", ["model=qwen2.5-7b", "task=gsm8k", "card=l4-24gb"])
+        unknown = compose("config", ["card=l4"])
+    for cfg, reason in (
+        (large, r"needs \d+ GB a GPU .* the card has 24.* Or card=null"),
+        (unknown, "card=l4 is no GPU of conf/plan.yaml. Known: a100-40gb"),
+    ):
+        with pytest.raises(RunError, match=reason):
+            check(cfg)
+    check(fits)
+    large.card = None
+    check(large)
 
 
 def test_reserve_counts_when_a_fit_is_asked_for():

@@ -1,6 +1,7 @@
 """Whether a run fits the memory of its GPUs, from its configuration, before anything is loaded or submitted.
 
-Called by experiments/plan.py, and before a run is submitted. Imports no torch.
+Called by experiments/plan.py, by experiments/checks.py for every run and every run of a sweep (`card=`), and by
+experiments/train.py for the GPU that it finds. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.command_line import near_miss
 from experiments.planning.architectures import architecture_of
 from experiments.planning.memory import moments, peak, state
 from experiments.planning.memory_parts import vllm_room, vllm_weights
@@ -23,11 +25,28 @@ ASSUMPTIONS = Path(__file__).resolve().parents[2] / "conf" / "plan.yaml"
 SYNC_EACH_FORWARD = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"  # of trl.GRPOConfig
 MORE_GPUS = (2, 4, 8, 16, 32, 64)  # that a fix may name
 FEWER_ROWS = (64, 16, 4)  # generated at a time, that a fix may name
+TOLERANCE = 0.1  # of the card: the formulas may say more than is needed by so much (docs/plan.md)
 SERVER_SHARE = 0.9  # of a GPU's memory, the default of `trl vllm-serve`
 
 
+def check_card(cfg: DictConfig, processes: int | None = None) -> None:
+    """Raises RunError for a `card` that conf/plan.yaml does not know, or that the run cannot fit; null says nothing."""
+    if cfg.card is None:
+        return
+    cards = OmegaConf.load(ASSUMPTIONS).cards
+    if cfg.card not in cards:
+        raise RunError(
+            f"card={cfg.card} is no GPU of conf/plan.yaml.{near_miss(cfg.card, cards)} Known: {', '.join(cards)}. Add "
+            "yours there, or use card=null."
+        )
+    try:
+        refuse_if_it_cannot_fit(cfg, cards[cfg.card].memory_gb * 1e9, processes)
+    except RunError as error:
+        raise RunError(f"{error} Or card=null, to try it all the same.") from error
+
+
 def refuse_if_it_cannot_fit(cfg: DictConfig, card_memory_bytes: float, processes: int | None = None) -> None:
-    """Raises RunError where the run's peak by experiments/planning/memory.py is above the memory of one of its GPUs.
+    """Raises RunError where a run's peak by experiments/planning/memory.py is TOLERANCE above the memory of its GPU.
 
     processes: of the run; None for `gpus`, or those that the launcher of a composed sweep (`cfg.hydra`) starts.
     Nothing is raised for a model whose architecture is not known: a hub id that conf/architectures does not describe.
@@ -36,21 +55,21 @@ def refuse_if_it_cannot_fit(cfg: DictConfig, card_memory_bytes: float, processes
         step = step_of(cfg, card_memory_bytes, processes)
     except RunError:
         return
-    if reason := why_not(step):
+    if reason := why_not(step, reserve=-TOLERANCE * card_memory_bytes):
         raise RunError(f"model.name={cfg.model.name}: {reason}")
 
 
 def why_not(step: Step, reserve: float = 0.0) -> str | None:
     """Returns why the step does not fit a GPU of `step.card` bytes, with a fix; None where it fits.
 
-    reserve: bytes that must stay free.
+    reserve: bytes that must stay free; a negative number allows for so many more than the card has.
     """
-    card = step.card / 1e9
+    card, spare = step.card / 1e9, max(reserve, 0)
     if step.sampler == "vllm" and vllm_room(step) < 1:
         return (
             f"rollouts_by.memory_share={step.memory_share} of {card:.0f} GB does not hold vLLM's copy of the policy "
             f"({vllm_weights(step) / 1e9:.1f} GB a GPU) and the cache of one rollout of {step.width} tokens. Raise "
-            f"rollouts_by.memory_share (the trainer leaves {largest_share(step, reserve)}), or set "
+            f"rollouts_by.memory_share (the trainer leaves {largest_share(step, spare)}), or set "
             "rollouts_by.tensor_parallel."
         )
     moment, parts = peak(step)
@@ -58,11 +77,11 @@ def why_not(step: Step, reserve: float = 0.0) -> str | None:
     if needed + reserve <= step.card:
         return None
     gpus = f"over {step.processes} GPUs" if step.processes > 1 else "on one GPU"
-    fix = fitting_change(step, reserve)
+    fix = fitting_change(step, spare)
     return (
         f"needs {needed / 1e9:.0f} GB a GPU under parallel={step.parallel} {gpus} ({state(step) / 1e9:.0f} GB of it "
         f"weights, gradients and optimizer; the peak is at: {moment}); the card has {card:.0f}"
-        + (f", {reserve / 1e9:.0f} of them in reserve" if reserve else "")
+        + (f", {spare / 1e9:.0f} of them in reserve" if spare else "")
         + (f". Try {fix}." if fix else ". Try a smaller model, LoRA (model.lora.r=32) or shorter responses.")
     )
 
