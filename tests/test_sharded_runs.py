@@ -1,4 +1,4 @@
-"""A run that FSDP2 shards over two processes: killed and resumed it is the uninterrupted one; its best can be read."""
+"""A run that is sharded over two processes: killed and resumed it is the uninterrupted one; its best can be read."""
 
 import os
 import subprocess
@@ -16,32 +16,34 @@ from tests.support.holds import Hold
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 
-def start(given, log, **environment):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.support.sharded_run", *given, "parallel=fsdp2", "model.dtype=bfloat16"]
+def start(python, given, log, **environment):
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.support.sharded_run", *given, "model.dtype=bfloat16"]
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     with open(log, "ab") as output:
         return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output)
 
 
-def run(given, log):
-    process = start(given, log)
+def run(python, given, log):
+    process = start(python, given, log)
     assert process.wait(PATIENCE_SECONDS) == 0, log.read_text()[-3000:]
 
 
-@pytest.fixture(scope="module")
-def two_runs(policy, tmp_path_factory):
+@pytest.fixture(scope="module", params=["fsdp2", pytest.param("zero3", marks=pytest.mark.needs_vllm)])
+def two_runs(request, policy, tmp_path_factory):
     """Run directories of a run that was left alone, and of one that was killed after its third step."""
-    folder = tmp_path_factory.mktemp("sharded")
-    run(arguments(folder / "whole", model__name=policy), folder / "log")
-    given = arguments(folder / "killed", model__name=policy)
+    parallel = request.param
+    python = request.getfixturevalue("vllm_python") if parallel == "zero3" else sys.executable
+    folder = tmp_path_factory.mktemp(parallel)
+    run(python, [*arguments(folder / "whole", model__name=policy), f"parallel={parallel}"], folder / "log")
+    given = [*arguments(folder / "killed", model__name=policy), f"parallel={parallel}"]
     hold = Hold(folder / "hold", "row 3")
-    process = start(given, folder / "killed.log", **hold.environment)
+    process = start(python, given, folder / "killed.log", **hold.environment)
     wait_for(hold.held, process)
     for one in [*psutil.Process(process.pid).children(recursive=True), process]:
         one.kill()
     process.wait()
-    run(given, folder / "killed.log")
+    run(python, given, folder / "killed.log")
     return folder
 
 
