@@ -24,25 +24,43 @@ def start(python, given, log, **environment):
         return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output)
 
 
+def kill(process):
+    """SIGKILL for torchrun and all its processes at once."""
+    for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+        one.kill()
+    process.wait()
+
+
 def run(python, given, log):
     process = start(python, given, log)
     assert process.wait(PATIENCE_SECONDS) == 0, log.read_text()[-3000:]
 
 
-@pytest.fixture(scope="module", params=["fsdp2", pytest.param("zero3", marks=pytest.mark.needs_vllm)])
+RUNS = {
+    "fsdp2": ["parallel=fsdp2"],
+    "fsdp2 in one file, lora": [
+        "parallel=fsdp2",
+        "parallel.trainer.fsdp_config.state_dict_type=FULL_STATE_DICT",
+        "model.lora.r=4",
+    ],
+    "zero3": ["parallel=zero3"],
+    "zero3, lora": ["parallel=zero3", "model.lora.r=4"],
+}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, marks=pytest.mark.needs_vllm if "zero3" in n else ()) for n in RUNS]
+)
 def two_runs(request, policy, tmp_path_factory):
     """Run directories of a run that was left alone, and of one that was killed after its third step."""
-    parallel = request.param
-    python = request.getfixturevalue("vllm_python") if parallel == "zero3" else sys.executable
-    folder = tmp_path_factory.mktemp(parallel)
-    run(python, [*arguments(folder / "whole", model__name=policy), f"parallel={parallel}"], folder / "log")
-    given = [*arguments(folder / "killed", model__name=policy), f"parallel={parallel}"]
+    python = request.getfixturevalue("vllm_python") if "zero3" in request.param else sys.executable
+    folder, sharding = tmp_path_factory.mktemp("runs"), RUNS[request.param]
+    run(python, [*arguments(folder / "whole", model__name=policy), *sharding], folder / "log")
+    given = [*arguments(folder / "killed", model__name=policy), *sharding]
     hold = Hold(folder / "hold", "row 3")
     process = start(python, given, folder / "killed.log", **hold.environment)
     wait_for(hold.held, process)
-    for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-        one.kill()
-    process.wait()
+    kill(process)
     run(python, given, folder / "killed.log")
     return folder
 
@@ -52,17 +70,21 @@ def test_killed_sharded_run_ends_as_the_uninterrupted_one(two_runs):
     assert (killed / "discarded.jsonl").exists()  # the third row, written before the kill and once more after it
     for file in ("metrics.jsonl", "evaluations.jsonl"):
         assert without_times(killed / file) == without_times(whole / file)
-    weights = [load_file(run / "checkpoints" / "step-00000006" / "model.safetensors") for run in (whole, killed)]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    files = [file for run in (whole, killed) for file in run.glob("checkpoints/step-00000006/*.safetensors")]
+    weights = [load_file(file) for file in files]
+    assert len(weights) == 2 and all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_best_checkpoint_of_a_sharded_run_is_a_policy_and_nothing_else(two_runs):
     checkpoints = the_run(two_runs / "whole") / "checkpoints"
     best, last = min(checkpoints.iterdir()), max(checkpoints.iterdir())
     assert best != last
-    assert not [path for pattern in RESUME_FILES for path in best.glob(pattern)]
     assert [path for pattern in RESUME_FILES for path in last.glob(pattern)]
-    assert len(list(best.glob("*.safetensors"))) == 1
+    names = {path.name for path in best.iterdir()} - {"training_args.bin", "README.md"}
+    whole = {"model.safetensors", "config.json", "generation_config.json"}
+    adapter = {"adapter_model.safetensors", "adapter_config.json"}
+    text = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+    assert names - text - {"trainer_state.json"} == (adapter if names & adapter else whole) and text < names
     model, tokenizer = AutoModelForCausalLM.from_pretrained(best), AutoTokenizer.from_pretrained(best)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1 ?"}], return_tensors="pt", return_dict=True)
     assert torch.isfinite(model(**ids).logits).all()

@@ -68,10 +68,9 @@ def dtypes_of_sums(trainer) -> set[torch.dtype]:
     """In which gradients are summed, over processes and over the forwards of a step."""
     if trainer.deepspeed is not None:
         return {trainer.deepspeed.communication_data_type, trainer.deepspeed.optimizer.gradient_accumulation_dtype}
-    if not trainer.accelerator.is_fsdp2:
-        return {torch.float32}
-    policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
-    return {policy.reduce_dtype or torch.float32} | {p.dtype for p in trainer.model.parameters() if p.requires_grad}
+    held = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
+    policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy if trainer.accelerator.is_fsdp2 else None
+    return held | ({policy.reduce_dtype} if policy is not None else set())
 
 
 if __name__ == "__main__":
