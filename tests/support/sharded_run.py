@@ -2,14 +2,10 @@
 
 import sys
 
-from experiments import hardware
-from tests.support import holds
-from tests.support.sharding import let_sharding_run_on_cpus
+from tests.support import sharding
 
 if __name__ == "__main__":
-    let_sharding_run_on_cpus(deepspeed="parallel=zero3" in sys.argv)
-    hardware.visible_gpus = lambda: ["0", "1"]  # two, as far as the checks are concerned
-    holds.install()
+    sharding.install()
     from experiments.run import command_line
 
     command_line(sys.argv[1:])
