@@ -11,13 +11,15 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import build
+from experiments.prefetch import MODEL_FILES
 from otb import baselines
-from otb.errors import RunError
+from otb.errors import RunError, first_line
 
 EXACT_NORMS = {"sequence_norms", "prefix_norms"}
 
@@ -110,6 +112,25 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, line in enumerate(line for line in lines if line.startswith("GPU "))]
 
 
+def sampled_source(cfg: DictConfig, name: str) -> str:
+    """Returns what to load the policy `name` from so that vLLM, which TRL tells a name alone, loads the same revision.
+
+    A local copy of `model.revision` where vLLM samples in these processes; else `name`. Raises RunError without one.
+    """
+    revision = cfg.model.revision
+    if cfg.rollouts_by.name != "vllm" or revision is None or Path(name).is_dir():
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES)
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"model.revision={revision} of {name} cannot be fetched for vLLM: {first_line(error)}. With network, run: "
+            f"python -m otb.prefetch --model {name} --revision {revision}"
+        ) from error
+
+
 def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: list[int]) -> dict[str, Any]:
     """Returns the options of GRPOConfig that follow from `parallel` and `rollouts_by`.
 
@@ -138,13 +159,18 @@ def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: li
     }
 
 
+def starts_processes(cfg: DictConfig) -> bool:
+    """Tells whether `gpus=N` asks for several processes and this one is not yet among them."""
+    return cfg.gpus is not None and cfg.gpus > 1 and "WORLD_SIZE" not in os.environ
+
+
 def start_processes(cfg: DictConfig, script: str, arguments: list[str]) -> None:
     """Replaces this process by torchrun where `gpus=N` asks for several; returns where there is nothing to start.
 
     script, arguments: the command as Hydra got it. Under SLURM, or under a torchrun of the user's own, the processes
     are there already. Raises RunError where there are fewer GPUs.
     """
-    if cfg.gpus is None or cfg.gpus < 2 or "WORLD_SIZE" in os.environ:
+    if not starts_processes(cfg):
         return
     here = visible_gpus()
     if not cfg.trainer.get("use_cpu") and len(here) < cfg.gpus:

@@ -61,7 +61,7 @@ RESUME_FILES = (  # of a checkpoint, what only a resumed run reads
     "rng_state*",
     "scaler*",
     "scheduler*",
-    "zero_to_fp32.py",
+    "zero_to_*.py",
 )
 
 

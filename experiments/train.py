@@ -24,7 +24,7 @@ from transformers.trainer_utils import set_seed
 from experiments import trackers
 from experiments.build import build
 from experiments.environment import describe
-from experiments.hardware import grpo_options
+from experiments.hardware import grpo_options, sampled_source
 from experiments.planning.fit import refuse_if_it_cannot_fit
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
@@ -93,12 +93,14 @@ def build_trainer(
 ) -> RunTrainer:
     """Loads the weights from `folder` and puts everything together. Raises RunError where they cannot be loaded."""
     set_seed(cfg.seed)  # LoRA's initial weights
-    model = load_model(folder, cfg.model.revision, weights_dtype(cfg))
+    model = load_model(sampled_source(cfg, folder), cfg.model.revision, weights_dtype(cfg))
     try:
         trainer = _trainer(cfg, model, inputs, arguments, directory, lock, progress)
     except (ImportError, ValueError, ConnectionError) as error:  # what TRL and vLLM refuse
         lines = str(error).strip().splitlines() or [""]
         raise RunError(f"the trainer cannot be built: {type(error).__name__}: {' '.join(lines[:3])}") from error
+    for adapter in getattr(trainer.model, "peft_config", {}).values():
+        adapter.base_model_name_or_path = folder  # not a copy on this machine
     trainer.remove_callback(transformers.PrinterCallback)  # it prints every row; `progress` is shown instead
     return trainer
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tests.support import holds
+from tests.support import holds, sharding
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 __all__ = ["ROOT", "arguments", "rows", "run", "run_command_line", "start", "the_run", "wait_for", "without_times"]
@@ -174,6 +174,7 @@ def _command(script: str, given: list[str], log: str, *, limit, cpu_seconds, qui
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     holds.install()
+    sharding.install()
     if quick:
         Figure.savefig = lambda figure, path, **options: Path(path).touch()
         multiprocessing.get_context = lambda method=None: multiprocessing.context.ForkContext()
