@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import build
+from experiments.planning.fit import vllm_share
 from experiments.prefetch import MODEL_FILES
 from otb import baselines
 from otb.errors import RunError, first_line
@@ -93,10 +94,10 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             f"rollouts_by.tensor_parallel={tensor_parallel} must be a whole number that divides the {processes} "
             "processes of the run. Try rollouts_by.tensor_parallel=1."
         )
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
         raise RunError(
             f"rollouts_by.memory_share={share} must lie between 0 and 1: a GPU's memory is shared with the training. "
-            "Try rollouts_by.memory_share=0.3."
+            "Try rollouts_by.memory_share=null for what the trainer leaves."
         )
 
 
@@ -131,6 +132,15 @@ def sampled_source(cfg: DictConfig, name: str) -> str:
         ) from error
 
 
+def gpu_memory() -> float | None:
+    """Returns the bytes of the smallest GPU that nvidia-smi shows; None where this process uses none."""
+    if not visible_gpus() or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    mebibytes = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return min(map(float, mebibytes)) * 2**20 if mebibytes else None
+
+
 def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: list[int]) -> dict[str, Any]:
     """Returns the options of GRPOConfig that follow from `parallel` and `rollouts_by`.
 
@@ -152,7 +162,7 @@ def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: li
     return options | {
         "vllm_mode": "colocate",
         "vllm_tensor_parallel_size": node.tensor_parallel,
-        "vllm_gpu_memory_utilization": node.memory_share,
+        "vllm_gpu_memory_utilization": vllm_share(cfg, gpu_memory(), int(os.environ.get("WORLD_SIZE", 1))),
         "vllm_enable_sleep_mode": node.sleep and bool(visible_gpus()),  # vLLM has no sleep on a CPU
         # None would be the model's whole context, for which vLLM demands a cache that does not fit
         "vllm_max_model_length": None if longest_prompt is None else longest_prompt + cfg.task.max_completion_length,
