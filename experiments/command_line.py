@@ -66,7 +66,10 @@ def accept_open_keys(arguments: list[str]) -> list[str]:
     `-m` may stand anywhere; Hydra reads it only before or after all the others.
     """
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
-    opened = re.compile(r"(trainer|baseline|task|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]")
+    opened = re.compile(
+        r"(trainer|baseline|task|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]"
+        r"|model\.(chat_template|gguf_file)="
+    )
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
 
 
@@ -105,6 +108,18 @@ def _refuse_unknown_values(group: str, override: Override) -> None:
             raise RunError(
                 f"{group}={value} is not one of the choices.{near_miss(value, choices)} Choices: {', '.join(choices)}."
             )
+
+
+def unless_tiny(text: str, *, _root_) -> str | None:
+    """Returns the text where the configuration has another model than `model=tiny`; yamls call it ${unless_tiny:...}.
+
+    `warm_start` is a key of conf/model/tiny.yaml alone. A configuration without a model gets None.
+    """
+    model = _root_.get("model")
+    return None if model is None or "warm_start" in model else text
+
+
+OmegaConf.register_new_resolver("unless_tiny", unless_tiny, replace=True)
 
 
 def near_miss(value: str, choices) -> str:

@@ -19,9 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.build import build
 from experiments.planning.fit import vllm_share
 from experiments.prefetch import MODEL_FILES
+from experiments.threads import check_threads
 from otb import baselines
 from otb.errors import RunError, first_line
 
+CPU_INFO = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # names in CPU_INFO: x86, Intel's matrix units, ARM
 EXACT_NORMS = {"sequence_norms", "prefix_norms"}
 
 
@@ -38,7 +41,8 @@ def check_gpus(cfg: DictConfig) -> None:
 
 
 def check_this_machine(cfg: DictConfig) -> None:
-    """Raises RunError where this process cannot use the GPUs here as the configuration wants. Loads nothing."""
+    """Raises RunError where this process cannot use the machine as the configuration wants. Loads nothing."""
+    check_threads(cfg)
     gpus = [] if cfg.trainer.get("use_cpu") else visible_gpus()
     if cfg.parallel.name != "ddp" and not gpus:
         raise RunError(
@@ -139,6 +143,19 @@ def gpu_memory() -> float | None:
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     mebibytes = subprocess.run(command, capture_output=True, text=True).stdout.split()
     return min(map(float, mebibytes)) * 2**20 if mebibytes else None
+
+
+def emulated_bfloat16(dtype: str, on_cpu: bool) -> str:
+    """Returns a line for who computes in bfloat16 on a processor that has no instructions for it; else "".
+
+    dtype: `model.dtype`. It stays what it is: the precision of a run must not depend on the machine that it lands on.
+    """
+    if dtype != "bfloat16" or not on_cpu or not CPU_INFO.exists():
+        return ""
+    words = set(CPU_INFO.read_text(encoding="utf8", errors="replace").split())
+    if words & BFLOAT16_FLAGS:
+        return ""
+    return "this processor has no bfloat16 and emulates it; model.dtype=float32 is faster here, and another run"
 
 
 def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: list[int]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from otb.records import WHERE_AND_HOW, flatten, is_as_before, is_one_of
 NAMED = ("baseline", "group_size", "seed", "task", "model")  # keys that the path shows in places of their own
 LONGEST = 120  # characters of all overrides in a name; file systems end at 255 bytes
 LONGEST_VALUE = 32  # characters of one value, once a name is shortened
+LATER_IN_GROUPS = ("gguf_file", "instruction")  # keys of model and task that measurements before them lack
 SEPARATORS = re.compile(r"[^\w=.,+-]+")  # what a name shows as _
 
 
@@ -94,6 +95,13 @@ def identity(config: dict) -> dict[str, object]:
     """Returns the flat `key.sub: value` pairs that two runs of one experiment share."""
     pairs = {key: value for key, value in flatten(config).items() if not is_one_of(key, WHERE_AND_HOW)}
     return {key: value for key, value in pairs.items() if not is_as_before(key, value)}
+
+
+def without_later(value):
+    """Returns a group of keys without those of LATER_IN_GROUPS that are null, so that digests stay what they were."""
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if item is not None or key not in LATER_IN_GROUPS}
 
 
 def difference(old: dict, new: dict) -> list[str]:

@@ -9,15 +9,12 @@ what it assumes. docs/plan.md has the formulas, and how far they are from measur
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -27,11 +27,12 @@ def fetch_dataset(hub_id: str, config: str | None, revision: str | None) -> str:
     return f"data set {hub_id}: " + ", ".join(f"{name} {len(rows)} rows" for name, rows in splits.items())
 
 
-def fetch_model(hub_id: str, revision: str | None) -> str:
-    """Downloads weights, configuration and tokenizer. Returns a line that says where they lie."""
+def fetch_model(hub_id: str, revision: str | None, gguf_file: str | None = None) -> str:
+    """Downloads weights, configuration and tokenizer, or one GGUF file. Returns a line that says where they lie."""
     from huggingface_hub import snapshot_download
 
-    return f"model {hub_id}: " + snapshot_download(hub_id, revision=revision, allow_patterns=MODEL_FILES)
+    patterns = MODEL_FILES if gguf_file is None else [gguf_file]
+    return f"model {hub_id}: " + snapshot_download(hub_id, revision=revision, allow_patterns=patterns)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -42,12 +43,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dataset-revision", metavar="REVISION", help="branch, tag or commit (task.revision)")
     parser.add_argument("--model", metavar="ID", help="hub id of a model, e.g. Qwen/Qwen2.5-7B (model.name)")
     parser.add_argument("--model-revision", metavar="REVISION", help="branch, tag or commit (model.revision)")
+    parser.add_argument("--gguf-file", metavar="NAME", help="of the model, instead of its weights (model.gguf_file)")
     parser.add_argument("--revision", help="the revision, where only a data set or only a model is fetched")
     options = parser.parse_args(arguments)
     if options.dataset is None and options.model is None:
         parser.error("nothing to fetch. Give --dataset ID, --model ID or both.")
     if options.config is not None and options.dataset is None:
         parser.error(f"--config {options.config} belongs to a data set. Give --dataset ID too.")
+    if options.gguf_file is not None and options.model is None:
+        parser.error(f"--gguf-file {options.gguf_file} belongs to a model. Give --model ID too.")
     if options.revision is not None and options.dataset is not None and options.model is not None:
         parser.error(f"--revision {options.revision} could be either's. Give --dataset-revision or --model-revision.")
     return options
@@ -69,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         fetches.append((options.dataset, lambda: fetch_dataset(options.dataset, options.config, revision)))
     if options.model is not None:
         model_revision = options.model_revision or options.revision
-        fetches.append((options.model, lambda: fetch_model(options.model, model_revision)))
+        fetches.append((options.model, lambda: fetch_model(options.model, model_revision, options.gguf_file)))
     failed = False
     for hub_id, fetch in fetches:
         try:

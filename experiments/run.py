@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads on two shared cores make a step 4 times slower
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read at its import; else 40 lines run over the progress
 
 import hydra

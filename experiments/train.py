@@ -18,17 +18,18 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
 from experiments import trackers
 from experiments.build import build
 from experiments.environment import describe
-from experiments.hardware import grpo_options, sampled_source
+from experiments.hardware import emulated_bfloat16, grpo_options, sampled_source
 from experiments.planning.fit import refuse_if_it_cannot_fit
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
+from experiments.threads import use_threads
 from otb.errors import RunError
 from otb.options import batches
 from otb.policies.models import (
@@ -66,8 +67,9 @@ def train(
         )
     inputs = checked_inputs(cfg, sandbox)
     arguments = trainer_config(cfg, inputs, directory)
-    folder = policy_folder(cfg.model.name, inputs.task, dict(cfg.model.get("warm_start") or {}), progress.warm_start)
+    folder = weights_folder(cfg, inputs.task, progress.warm_start)
     resume_step = step_to_resume(directory)
+    progress.note(emulated_bfloat16(cfg.model.dtype, arguments.use_cpu))
     if arguments.process_index == 0:
         trackers.prepare(arguments.report_to, directory)
         note_start(cfg, directory, command, inputs, folder)
@@ -155,7 +157,9 @@ def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
     """Builds task, rows, tokenizer and LoRA, and checks them against each other. Raises RunError; reads no weights."""
     task = build(cfg, "task")
     train_dataset, evaluation_dataset = load_datasets(task, cfg.prompts_per_step)
-    tokenizer, model_config = describe_policy(cfg.model.name, cfg.model.revision, cfg.model.get("chat_template"))
+    tokenizer, model_config = described(cfg)
+    if "threads" in cfg:  # else it has processes of its own (experiments/laboratory.py)
+        use_threads(cfg.threads, model_config)
     environment = None if sandbox is None else partial(task.environment, sandbox)
     tools = None if environment is None else [environment().python]
     if tools:
@@ -169,6 +173,19 @@ def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
     if lora is not None:
         check_lora_targets(lora, model_config)
     return Inputs(task, train_dataset, evaluation_dataset, tokenizer, environment, lora, longest_prompt)
+
+
+def described(cfg: DictConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Returns tokenizer and configuration of the policy in `cfg.model`, by `describe_policy`."""
+    model = cfg.model
+    return describe_policy(model.name, model.revision, model.get("chat_template"), model.get("gguf_file"))
+
+
+def weights_folder(cfg: DictConfig, task, progress: Callable[[int, int, float], None]) -> str:
+    """Returns folder or hub id of the weights of `cfg.model`, by `policy_folder`. progress: of the tiny warm start."""
+    model = cfg.model
+    recipe = dict(model.get("warm_start") or {})
+    return policy_folder(model.name, task, recipe, progress, model.revision, model.get("gguf_file"))
 
 
 def note_start(cfg: DictConfig, directory: RunDirectory, command: list[str], inputs: Inputs, folder: str) -> None:

@@ -132,6 +132,7 @@ WHERE_AND_HOW = (
     "sandbox.workers",
     "gpus",
     "card",
+    "threads",
     "parallel",
     "rollouts_by.rows",
     "rollouts_by.tensor_parallel",
@@ -148,7 +149,9 @@ WHERE_AND_HOW = (
 ADDED_LATER = {
     "geometric_ratio_band": None,
     "model.chat_template": None,
+    "model.gguf_file": None,
     "rollouts_by.name": "hf",
+    "task.instruction": None,
     "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use
     "trainer.vllm_importance_sampling_mode": "token_truncate",
 }

@@ -173,3 +173,20 @@ def test_vllm_in_the_processes_loads_the_revision_from_a_copy_of_it(tmp_path, mo
     cfg.model.revision = "v2"
     with pytest.raises(RunError, match="python -m otb.prefetch --model someone/model --revision v2"):
         hardware.sampled_source(cfg, "someone/model")
+
+
+@pytest.mark.parametrize(
+    ("flags", "emulated"),
+    [
+        ("fma avx512f avx512_bf16", False),
+        ("fma avx512f avx2", True),
+        ("fp asimd bf16", False),
+        ("amx_tile amx_bf16", False),
+    ],
+)
+def test_bfloat16_that_the_processor_only_emulates_is_said_and_not_changed(tmp_path, monkeypatch, flags, emulated):
+    monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")
+    assert hardware.emulated_bfloat16("bfloat16", on_cpu=True) == ""  # nothing is known
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    assert bool(hardware.emulated_bfloat16("bfloat16", on_cpu=True)) == emulated
+    assert hardware.emulated_bfloat16("bfloat16", on_cpu=False) == hardware.emulated_bfloat16("float32", True) == ""

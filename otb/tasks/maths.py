@@ -7,7 +7,10 @@ Hydra builds it for experiments/; otb.tasks.grading grades its responses.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import random
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +48,7 @@ class Maths:
         instruction: The end of the user's message, where it does not stand there yet.
         max_eval_rows: The first so many evaluation rows; None = all.
         drop_unanswered: Rows without a question or an answer are dropped; by default they are an error.
+        solution_column: Of worked solutions, as question_column, for a supervised warm start; None = there are none.
         max_turns: Assistant turns with Python as a tool, the last of which can only answer; None = no tool. Own and
             tool tokens then share `max_completion_length`, and the answer is read from the policy's last message.
 
@@ -69,6 +73,7 @@ class Maths:
     max_eval_rows: int | None = None
     drop_unanswered: bool = False
     max_turns: int | None = None
+    solution_column: str | None = None
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -168,6 +173,32 @@ class Maths:
             )
         return made if len(kept) == len(made) else made.select(kept)
 
+    def solutions(self, seed: int, n: int) -> list[list[dict]]:
+        """Returns `n` solved training problems as chat messages, prompt and solution; a larger `n` adds to them.
+
+        They are drawn without replacement in an order that follows from the seed. Raises ValueError where the task has
+        no column of solutions, or fewer.
+        """
+        if self.solution_column is None:
+            raise ValueError(f"task {self.name} has no solution_column. Try task.solution_column=answer, or solution.")
+        if self.train_split is None:
+            raise ValueError(f"task {self.name} has train_split=null, so it has no solved problems to train on.")
+        rows = load_rows(self._source(self.train_split))
+        _require_column(rows, self.solution_column, self.name, self.path)
+        solved = (self._solved(rows[i]) for i in random.Random(f"solutions {seed}").sample(range(len(rows)), len(rows)))
+        chats = list(itertools.islice(filter(None, solved), n))
+        if len(chats) < n:
+            raise ValueError(f"task {self.name} has {len(chats)} solved problems, and {n} are wanted. Ask for fewer.")
+        return chats
+
+    def _solved(self, row: Mapping) -> list[dict]:
+        """Returns the prompt and the solution of a row; [] where it lacks question, answer or solution."""
+        prompt = prompt_messages(_cell(row, self.question_column), self.system_prompt, self.instruction)
+        answer = reference(_cell(row, self.answer_column), self.answer_after)
+        solution = worked_solution(_cell(row, str(self.solution_column)), answer, self.answer_after)
+        complete = prompt and answer and solution
+        return [*prompt, {"role": "assistant", "content": solution}] if complete else []
+
     def grades(self, completions: list, answer: list[str]) -> list[Grade]:
         """Grades the last assistant message of each rollout against the reference."""
         return grade_batch([last_assistant_text(messages) for messages in completions], answer, self.answer_marker)
@@ -237,6 +268,18 @@ def reference(cell: Any, answer_after: str | None) -> str:
         text = text.rpartition(answer_after)[2] if answer_after in text else ""
     boxed = extract_answer(text) if "\\boxed" in text else None
     return (boxed or text).strip()
+
+
+def worked_solution(cell: Any, answer: str, answer_after: str | None) -> str:
+    r"""Returns the solution as a response that is graded as right, '' where there is none: it ends with \boxed{}.
+
+    The answer's own line goes (GSM8K: `#### 72`), and so do a calculator's notes (`48/2 = <<48/2=24>>24`).
+    """
+    text = cell if isinstance(cell, str) else ""
+    if answer_after is not None and answer_after in text:
+        text = text.rpartition(answer_after)[0]
+    text = re.sub(r"<<[^<>]*>>", "", text).strip()
+    return f"{text}\n\\boxed{{{answer}}}" if text and "\\boxed" not in text else text
 
 
 def last_assistant_text(messages: list[dict]) -> str:

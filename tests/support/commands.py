@@ -37,6 +37,7 @@ PRELOAD = [
     "experiments.evaluate",
     "experiments.evaluation.evaluator",
     "experiments.evaluation.report",
+    "experiments.warm_starting",
     "tests.support.parity_task",
     "tests.support.commands",
 ]
