@@ -110,18 +110,6 @@ def _refuse_unknown_values(group: str, override: Override) -> None:
             )
 
 
-def unless_tiny(text: str, *, _root_) -> str | None:
-    """Returns the text where the configuration has another model than `model=tiny`; yamls call it ${unless_tiny:...}.
-
-    `warm_start` is a key of conf/model/tiny.yaml alone. A configuration without a model gets None.
-    """
-    model = _root_.get("model")
-    return None if model is None or "warm_start" in model else text
-
-
-OmegaConf.register_new_resolver("unless_tiny", unless_tiny, replace=True)
-
-
 def near_miss(value: str, choices) -> str:
     """Returns " Did you mean X?" for the closest choice, "" where none is close."""
     close = difflib.get_close_matches(str(value), list(choices), n=1)

@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from otb.errors import first_line, unwritable
 from otb.files import sha256_of, whole_folder
 from otb.policies.warm_start import default_cache_dir
 
@@ -26,7 +28,8 @@ def unpacked(name: str, revision: str | None, gguf_file: str) -> Path:
     """Returns the folder with the weights of a GGUF file in float32 and its tokenizer, made if no cache holds it.
 
     name: the folder or hub id that the file is in. The cache goes by the file's hash. However many processes ask at
-    once, one unpacks and the others wait. Raises OSError, ValueError or ImportError where the file cannot be read.
+    once, one unpacks and the others wait. Raises OSError or ValueError where the file cannot be read, RunError where
+    the cache cannot be written.
     """
     folder = Path(name).expanduser()
     path = folder / gguf_file if folder.is_dir() else Path(hf_hub_download(name, gguf_file, revision=revision))
@@ -37,12 +40,18 @@ def unpacked(name: str, revision: str | None, gguf_file: str) -> Path:
     unpacked.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{unpacked}.lock"):
         if not unpacked.exists():
-            model, tokenizer = _load(path)
-            with whole_folder(unpacked) as partial:
-                model.save_pretrained(partial)
-                tokenizer.save_pretrained(partial)
-                record = {"model": name, "revision": revision, "gguf_file": gguf_file, "sha256": digest}
-                (partial / MADE_FROM).write_text(json.dumps(record, indent=1) + "\n", encoding="utf8")
+            try:
+                model, tokenizer = _load(path)
+            except Exception as error:  # transformers' readers raise whatever a damaged file leads them to
+                raise ValueError(f"{type(error).__name__}: {first_line(error)}") from error
+            record = {"model": name, "revision": revision, "gguf_file": gguf_file, "sha256": digest}
+            try:
+                with whole_folder(unpacked) as partial:
+                    model.save_pretrained(partial)
+                    tokenizer.save_pretrained(partial)
+                    (partial / MADE_FROM).write_text(json.dumps(record, indent=1) + "\n", encoding="utf8")
+            except (OSError, SafetensorError) as error:
+                raise unwritable(unpacked, error) from error
     return unpacked
 
 

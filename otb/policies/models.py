@@ -174,7 +174,7 @@ def _place(name: str, revision: str | None, gguf_file: str | None) -> str:
     if gguf_file is not None:
         try:
             return str(unpacked(name, revision, gguf_file))
-        except (OSError, ValueError, ImportError, NotImplementedError) as error:
+        except (OSError, ValueError) as error:
             raise RunError(
                 f"model.gguf_file={gguf_file} of model.name={name} cannot be read: {first_line(error)}. It must be a "
                 "GGUF file of an architecture that transformers unpacks (Llama, Qwen2, Qwen3, ...), in a folder or on "
