@@ -15,17 +15,26 @@ from tests.support.waiting import PATIENCE_SECONDS, ended_with, wait_for
 class Ranks:
     """A sharded run under way. kind: "fsdp2" or "zero3", whose parallel= is among the arguments `given`.
 
-    python: that of another environment, whose processes torchrun starts; None forks them. killed_after: rank -> seconds
-    of the processor after which it is killed, of forked ones.
+    python: that of another environment, whose processes torchrun starts, running `module`; None forks them.
+    killed_after: rank -> seconds of the processor after which it is killed, of forked ones.
     """
 
-    def __init__(self, kind: str, given: list[str], log: Path, python=None, killed_after=None, **environment: str):
+    def __init__(
+        self,
+        kind: str,
+        given: list[str],
+        log: Path,
+        python: str | None = None,
+        killed_after: dict[int, float] | None = None,
+        module: str = "sharded_run",
+        **environment: str,
+    ):
         self.log = log
         variables = {SHARDED: kind, CPU_SECONDS: f"{log}.cpu_seconds"} | environment
         if python is None:
             self.processes = forked(given, log, killed_after, variables)
         else:
-            self.processes = [started(python, given, log, variables)]
+            self.processes = [started(python, module, given, log, variables)]
 
     def join(self) -> bool:
         """Waits for the end, and ends the rest when one has failed, as torchrun does; returns whether all went well."""
@@ -66,9 +75,9 @@ def forked(given, log, killed_after, variables) -> list:
     ]
 
 
-def started(python, given, log, variables) -> subprocess.Popen:
+def started(python, module, given, log, variables) -> subprocess.Popen:
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.support.sharded_run", *given]
+    command += ["-m", f"tests.support.{module}", *given]
     variables = os.environ | {"PYTHONPATH": str(commands.ROOT)} | variables
     with open(log, "ab") as output:
         return subprocess.Popen(command, cwd=commands.ROOT, env=variables, stdout=output, stderr=output)

@@ -33,7 +33,7 @@ def let_sharding_run_on_cpus(deepspeed: bool) -> None:
     deepspeed: join the processes by DeepSpeed, which wants to have made their group itself.
     """
     if deepspeed:
-        sys.modules["vllm"] = None  # not installed, as far as TRL is concerned: its import costs seconds
+        sys.modules.setdefault("vllm", None)  # where vLLM does not sample, TRL need not spend seconds on its import
         join_by_deepspeed()
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
