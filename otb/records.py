@@ -145,9 +145,13 @@ WHERE_AND_HOW = (
 # Keys that run directories of earlier versions lack, with what those runs did. Neither their absence nor this value
 # makes another run or another setting.
 ADDED_LATER = {
+    "evaluation.data_dir": None,
+    "evaluation.max_rows": None,
+    "evaluation.tasks": None,
     "geometric_ratio_band": None,
     "model.chat_template": None,
     "rollouts_by.name": "hf",
+    "task.files": "simplelr_qwen_level3to5/train.parquet",  # of math_lvl3to5, which was read from a local folder alone
     "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use
     "trainer.vllm_importance_sampling_mode": "token_truncate",
 }

@@ -93,7 +93,7 @@ SETTINGS = {
     "baseline._target_=no.such.thing": ("no.such.thing", "cannot be imported", "No module named"),
     "task.train_prompt=8": ("task.train_prompt", "no argument of", "Did you mean train_prompts?"),
     "task.train_prompts=0": ("task.train_prompts=0", "outside 1..", "Try task.train_prompts=128"),
-    "task=math_lvl3to5": ("path=null", "no hub id", "Try task.path=FOLDER"),
+    "task=gsm8k task.path=null": ("path=null", "no hub id", "Try task.path=FOLDER"),
     "model.dtype=float16": ("model.dtype=float16", "is not one of float32, bfloat16", "Try model.dtype=float32"),
     "model.lora.rank=4": ("model.lora.rank", "no field of peft.LoraConfig", "The usual ones: r, "),
     "model.lora.lora_alfa=4": ("model.lora.lora_alfa", "no field of peft.LoraConfig", "Did you mean lora_alpha?"),
