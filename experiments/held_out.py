@@ -6,10 +6,12 @@ They bring problems and graders; the limits of a response and Python as a tool a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from experiments.build import build
@@ -43,9 +45,7 @@ def held_out_tasks(cfg: DictConfig) -> dict[str, Task]:
             raise RunError(f"evaluation.tasks: {name} is no task.{near_miss(name, known)} Known: {', '.join(known)}.")
         if name in (own_name(own), *tasks):
             raise RunError(f"evaluation.tasks names {name}, which is evaluated already. Leave it out there.")
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            node = compose(overrides=[f"+task={name}"])
-        tasks[name] = build(_in_folder(node, cfg.evaluation.data_dir), "task")
+        tasks[name] = build(_in_folder(_composed(name), cfg.evaluation.data_dir), "task")
         _check(name, tasks[name], own)
     return tasks
 
@@ -76,6 +76,13 @@ def held_out_rows(cfg: DictConfig, tasks: dict[str, Task]) -> list[HeldOut]:
             raise RunError(f"evaluation.tasks, {name}: {error}") from error
         sets.append(HeldOut(name, rows[: cfg.evaluation.max_rows], task.reward))
     return sets
+
+
+def _composed(name: str) -> DictConfig:
+    """Returns {"task": the configuration of a task of conf/task}."""
+    begun = GlobalHydra.instance().is_initialized()  # by a command; not where a function of this module is called
+    with nullcontext() if begun else initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(overrides=[f"+task={name}"])
 
 
 def _in_folder(cfg: DictConfig, folder: str | None) -> DictConfig:
