@@ -1,9 +1,9 @@
 """Statistics of evaluations: avg@k, pass@k, maj@k, endings and lengths, with intervals over problems.
 
-`python experiments/evaluate.py` leaves one row per sample in samples.jsonl, a run in its evaluations/. `read_samples` or
-`read_run_samples` reads them back, and `measures` makes a tidy table of them; `python -m analysis.evaluations FOLDER ...`
-prints that of standalone evaluations as csv. Every measure is a mean over problems of something that each problem has by
-itself, so that problems are what the bootstrap resamples.
+`python experiments/evaluate.py` leaves one row per sample in samples.jsonl, a run in its evaluations/. `read_samples`
+or `read_run_samples` reads them back, and `measures` makes a tidy table of them, which `python -m analysis.evaluations
+FOLDER ...` prints as csv for standalone evaluations. Every measure is a mean over problems of something that each
+problem has by itself, so that problems are what the bootstrap resamples.
 """
 
 from __future__ import annotations
