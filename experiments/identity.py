@@ -94,6 +94,9 @@ def former_suffix(overrides: list[str]) -> str:
 def identity(config: dict) -> dict[str, object]:
     """Returns the flat `key.sub: value` pairs that two runs of one experiment share."""
     pairs = {key: value for key, value in flatten(config).items() if not is_one_of(key, WHERE_AND_HOW)}
+    for task in ("task", "task.evaluation"):
+        if Path(str(pairs.get(f"{task}.path"))).expanduser().exists():
+            pairs.pop(f"{task}.revision", None)  # of a hub id alone
     return {key: value for key, value in pairs.items() if not is_as_before(key, value)}
 
 

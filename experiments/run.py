@@ -176,7 +176,7 @@ def refuse_other_processes(directory: RunDirectory, cfg: DictConfig, processes: 
 def create(directory: RunDirectory) -> None:
     """Makes the directory and its folders. Raises RunError where this process may not write into them."""
     try:
-        for folder in (directory.path, directory.rollouts, directory.checkpoints):
+        for folder in (directory.path, directory.rollouts, directory.evaluations, directory.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
