@@ -1,8 +1,9 @@
-"""Statistics of standalone evaluations: avg@k, pass@k, maj@k, endings and lengths, with intervals over problems.
+"""Statistics of evaluations: avg@k, pass@k, maj@k, endings and lengths, with intervals over problems.
 
-`python experiments/evaluate.py` leaves one row per sample in samples.jsonl. `read_samples` reads them back, `measures`
-makes a tidy table of them, and `python -m analysis.evaluations FOLDER ...` prints that table as csv. Every measure is a
-mean over problems of something that each problem has by itself, so that problems are what the bootstrap resamples.
+`python experiments/evaluate.py` leaves one row per sample in samples.jsonl, a run in its evaluations/. `read_samples`
+or `read_run_samples` reads them back, and `measures` makes a tidy table of them, which `python -m analysis.evaluations
+FOLDER ...` prints as csv for standalone evaluations. Every measure is a mean over problems of something that each
+problem has by itself, so that problems are what the bootstrap resamples.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from analysis.intervals import FEWEST, LEVEL, RESAMPLES, Interval, stretch, wilson
 from otb.errors import RunError
-from otb.records import read_rows
+from otb.records import RunDirectory, read_rows, sample_step
 
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
 # Name -> definition. A problem of which no sample could be scored is left out of the measures of right answers.
@@ -53,6 +54,18 @@ def read_samples(folder: str | Path, k: int | None = None, responses: bool = Fal
     frame = pd.DataFrame(rows)
     frame["reward"] = frame["reward"].astype(float)  # None, of a sample that could not be scored, becomes NaN
     return frame
+
+
+def read_run_samples(run: str | Path) -> pd.DataFrame:
+    """Returns a row per sample of all evaluations that a run made while it trained, with the columns step and task.
+
+    `measures` takes those of one step and task. Raises RunError where the run kept none.
+    """
+    directory = RunDirectory(run)
+    files = sorted(directory.evaluations.glob("step-*.parquet"))
+    if not files:
+        raise RunError(f"{directory.evaluations} holds no samples. Give a run directory whose run has been evaluated.")
+    return pd.concat([pd.read_parquet(file).assign(step=sample_step(file)) for file in files], ignore_index=True)
 
 
 def pass_curve(samples: NDArray, right: NDArray, k: int) -> NDArray:

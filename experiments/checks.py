@@ -26,6 +26,8 @@ from experiments.build import build
 from experiments.command_line import CONF, near_miss
 from experiments.fields import dataclass_fields, literal_choices, trainer_fields
 from experiments.hardware import check_gpus, check_processes, check_this_machine
+from experiments.held_out import check_held_out
+from experiments.planning.fit import check_card
 from experiments.threads import SMALL
 from otb import baselines
 from otb.errors import RunError
@@ -122,6 +124,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     for key in ("log_energy", "measure_gradient_noise", "deterministic", "overwrite"):
         check_true_or_false(cfg, key)
     check_policy_and_task(cfg)
+    check_held_out(cfg)
     _check_trainer(cfg)
     _check_baseline(cfg)
     _check_band(cfg)
@@ -131,6 +134,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
         check_this_machine(cfg)
     _check_batches(cfg, processes)
     check_processes(cfg, processes)
+    check_card(cfg, processes)
 
 
 def check_policy_and_task(cfg: DictConfig) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import sys
 
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read at its import
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf

@@ -128,7 +128,7 @@ class Measurements:
         self._sampler: Sampler | None = None
         self._folder = folder
         (folder / "prompts").mkdir(exist_ok=True)
-        rows = list(inputs.train_dataset)
+        rows = list(inputs.rows.train)
         # At both ends of the dataset, so that another number of either leaves the files of the rest as they are.
         fit = rows[::-1][: cfg.fit_steps * cfg.prompts_per_step]
         if len(fit) + cfg.prompts > len(rows):

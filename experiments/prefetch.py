@@ -1,6 +1,7 @@
 """Fetches data sets and models into the Hugging Face cache, on a login node, for compute nodes without network.
 
-    python -m otb.prefetch --dataset openai/gsm8k --config main --model Qwen/Qwen2.5-7B
+    python experiments/prefetch.py --task dapo_math aime25 --model Qwen/Qwen2.5-7B
+    python -m otb.prefetch --dataset openai/gsm8k --config main
 
 Afterwards HF_HUB_OFFLINE=1 with the same HF_HOME finds them. `hf download` is not enough: offline, `datasets` finds
 only what it has prepared itself. And of a model it takes the weights in every format that there is.
@@ -10,21 +11,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from huggingface_hub import constants
 
 from otb.errors import CRASHED, first_line
+from otb.tasks.rows import fetch_rows
+from otb.tasks.sources import ONLY, Source
 
 # What transformers loads; the same weights in other formats would double the download.
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-
-
-def fetch_dataset(hub_id: str, config: str | None, revision: str | None) -> str:
-    """Downloads and prepares all splits. Returns a line that says what is there."""
-    from datasets import load_dataset
-
-    splits = load_dataset(hub_id, config, revision=revision)
-    return f"data set {hub_id}: " + ", ".join(f"{name} {len(rows)} rows" for name, rows in splits.items())
 
 
 def fetch_model(hub_id: str, revision: str | None, gguf_file: str | None = None) -> str:
@@ -35,26 +32,64 @@ def fetch_model(hub_id: str, revision: str | None, gguf_file: str | None = None)
     return f"model {hub_id}: " + snapshot_download(hub_id, revision=revision, allow_patterns=patterns)
 
 
+def sources_of(task: str) -> list[Source]:
+    """Returns the hub's data sets that a task of conf/task reads, those of its evaluation included.
+
+    Raises ValueError for a name that is no task.
+    """
+    from hydra import compose, initialize_config_dir
+
+    from experiments.build import build
+    from experiments.command_line import CONF, near_miss
+
+    known = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
+    if task not in known:
+        raise ValueError(f"--task {task} is no task.{near_miss(task, known)} Known: {', '.join(known)}.")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        built = build(compose("evaluate", overrides=[f"task={task}"]), "task")
+    return [source for source in getattr(built, "sources", list)() if source.local is None]
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Reads the command line; ends the process with 2, as argparse does, where it makes no sense."""
-    parser = argparse.ArgumentParser(prog="python -m otb.prefetch", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python experiments/prefetch.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--task", metavar="NAME", nargs="+", default=[], help="tasks of conf/task, with all they read")
     parser.add_argument("--dataset", metavar="ID", help="hub id of a data set, e.g. openai/gsm8k (task.path)")
     parser.add_argument("--config", help="the data set's configuration, e.g. main (task.config)")
+    parser.add_argument("--files", metavar="PATTERN", help="of the data set only these, e.g. 'train/*' (task.files)")
     parser.add_argument("--dataset-revision", metavar="REVISION", help="branch, tag or commit (task.revision)")
     parser.add_argument("--model", metavar="ID", help="hub id of a model, e.g. Qwen/Qwen2.5-7B (model.name)")
     parser.add_argument("--model-revision", metavar="REVISION", help="branch, tag or commit (model.revision)")
     parser.add_argument("--gguf-file", metavar="NAME", help="of the model, instead of its weights (model.gguf_file)")
     parser.add_argument("--revision", help="the revision, where only a data set or only a model is fetched")
     options = parser.parse_args(arguments)
-    if options.dataset is None and options.model is None:
-        parser.error("nothing to fetch. Give --dataset ID, --model ID or both.")
-    if options.config is not None and options.dataset is None:
-        parser.error(f"--config {options.config} belongs to a data set. Give --dataset ID too.")
+    if options.dataset is None and options.model is None and not options.task:
+        parser.error("nothing to fetch. Give --task NAME, --dataset ID or --model ID.")
+    for option in ("config", "files"):
+        if getattr(options, option) is not None and options.dataset is None:
+            parser.error(f"--{option} {getattr(options, option)} belongs to a data set. Give --dataset ID too.")
     if options.gguf_file is not None and options.model is None:
         parser.error(f"--gguf-file {options.gguf_file} belongs to a model. Give --model ID too.")
     if options.revision is not None and options.dataset is not None and options.model is not None:
         parser.error(f"--revision {options.revision} could be either's. Give --dataset-revision or --model-revision.")
+    try:
+        options.sources = [source for task in options.task for source in sources_of(task)]
+    except ValueError as error:
+        parser.error(str(error))
     return options
+
+
+def fetches(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields hub id and what fetches it, each once."""
+    sources = list(options.sources)
+    if options.dataset is not None:
+        revision = options.dataset_revision or options.revision
+        sources.append(Source(options.dataset, ONLY, options.config, revision, options.files))
+    for source in dict.fromkeys(Source(s.path, ONLY, s.config, s.revision, s.files) for s in sources):
+        yield source.path, partial(fetch_rows, source)
+    if options.model is not None:
+        revision = options.model_revision or options.revision
+        yield options.model, partial(fetch_model, options.model, revision, options.gguf_file)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,15 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return CRASHED
-    fetches = []
-    if options.dataset is not None:
-        revision = options.dataset_revision or options.revision
-        fetches.append((options.dataset, lambda: fetch_dataset(options.dataset, options.config, revision)))
-    if options.model is not None:
-        model_revision = options.model_revision or options.revision
-        fetches.append((options.model, lambda: fetch_model(options.model, model_revision, options.gguf_file)))
     failed = False
-    for hub_id, fetch in fetches:
+    for hub_id, fetch in fetches(options):
         try:
             print(fetch())
         except (OSError, ValueError) as error:  # both libraries' network and not-found errors are among these

@@ -68,9 +68,11 @@ class Progress:
         self._advance("training", row["step"], self.steps, facts)
 
     def evaluation(self, row: dict) -> None:
-        """Prints a row of evaluations.jsonl."""
-        self.accuracy = row.get("accuracy")
-        result = "no sample scored" if self.accuracy is None else f"held-out accuracy {self.accuracy:.3f}"
+        """Prints the measures of a held-out set: a row of evaluations.jsonl, or with `task` that of a further set."""
+        accuracy, kind = row.get("accuracy"), f"{row['task']} accuracy" if "task" in row else "held-out accuracy"
+        if "task" not in row:
+            self.accuracy = accuracy
+        result = "no sample scored" if accuracy is None else f"{kind} {accuracy:.3f}"
         self.note(f"step {row['step']}: {result} (avg@{row['samples']} on {row['prompts']} prompts)")
 
     def _advance(self, description: str, step: int, steps: int, facts: str) -> None:

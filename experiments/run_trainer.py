@@ -13,8 +13,10 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -24,6 +26,7 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 from experiments import trackers
+from experiments.held_out import HeldOut
 from experiments.prompt_sampler import PromptSampler
 from experiments.run_lock import RunLock
 from experiments.warning_signal import Interrupted, received
@@ -31,7 +34,7 @@ from otb.errors import RunError, unwritable
 from otb.files import whole
 from otb.records import METRICS, RunDirectory, read_rows, sample_step
 from otb.rollouts import RolloutGroups
-from otb.tool_rollouts import ToolTrainer
+from otb.tool_rollouts import ENDINGS, ToolTrainer
 from otb.trainer import GRPOTrainer, isolated_random_state, response_mask
 
 TRL_NAMES = {  # TRL's names of what it measures -> ours
@@ -61,7 +64,7 @@ RESUME_FILES = (  # of a checkpoint, what only a resumed run reads
     "rng_state*",
     "scaler*",
     "scheduler*",
-    "zero_to_fp32.py",
+    "zero_to_*.py",
 )
 
 
@@ -83,7 +86,7 @@ class RunTrainer(ToolTrainer):
         directory: where everything is written.
         lock: held by the first process, which writes; None in the others.
         schedule: when to evaluate, to keep samples and to write checkpoints.
-        evaluation_dataset: held-out prompts, in the columns of the training dataset.
+        held_out: the sets to evaluate on; the first is the task's own, by which the best checkpoint is chosen.
         on_step: called with each metrics row, for a progress display.
         on_evaluation: called with each evaluation's row.
         Everything else is as in OTBTrainer.
@@ -99,13 +102,13 @@ class RunTrainer(ToolTrainer):
         directory: RunDirectory,
         lock: RunLock | None,
         schedule: Schedule,
-        evaluation_dataset,
+        held_out: list[HeldOut],
         on_step: Callable[[dict], None],
         on_evaluation: Callable[[dict], None],
         **kwargs,
     ):
         self.directory, self.lock, self.schedule = directory, lock, schedule
-        self.evaluation_dataset = evaluation_dataset
+        self.held_out = held_out
         self.on_step, self.on_evaluation = on_step, on_evaluation
         self._step_started = time.perf_counter()
         self._last_rollouts: dict | None = None
@@ -235,65 +238,102 @@ class RunTrainer(ToolTrainer):
     # ---- evaluation
 
     def evaluate_held_out(self) -> dict:
-        """Measures avg@k and pass@k on the evaluation dataset, and returns the row that it writes.
+        """Measures avg@k and pass@k on the held-out sets, and keeps every sample; returns the row of the first set.
 
-        It draws from a random state of its own: training goes on as if there had been no evaluation.
+        It draws from a random state of its own: training goes on as if there had been no evaluation. The row is written
+        last, so that where it stands the samples are there.
         """
-        started = time.perf_counter()
-        samples = self.schedule.evaluation_samples
-        rewards, lengths = self.sample_held_out(samples)  # (prompts, samples) each
-        scored = ~rewards.isnan()
+        tables, rows = [], []
+        for held_out in self.held_out:
+            started = time.perf_counter()
+            samples = self.sample_held_out(held_out)
+            row = self._evaluation_row(samples, started)
+            if self.args.report_to:
+                prefix = f"eval_{held_out.name}" if rows else "eval"
+                # past GRPOTrainer.log, which would write its table of training completions once more
+                named = {f"{prefix}_{name}": value for name, value in row.items() if name != "step"}
+                super(GRPOTrainer, self).log(named)
+            rows.append(row if not rows else {"task": held_out.name} | row)
+            tables.append(samples.table(held_out.name, with_tools=bool(self.environment_factories)))
+            self.on_evaluation(rows[-1])
+        self._save_samples(pd.concat(tables, ignore_index=True))
+        self._append(self.directory.evaluations_file, rows[0])
+        return rows[0]
+
+    def _evaluation_row(self, samples: Samples, started: float) -> dict:
+        """Returns the measures of one set under the names of EVALUATION_METRICS; what was not measured is absent."""
+        scored = ~samples.rewards.isnan()
         row = {
             "step": self.state.global_step,
-            "accuracy": (rewards[scored] == 1).float().mean().item() if scored.any() else None,
-            "pass_at_k": (rewards == 1).any(1).float().mean().item(),
-            "samples": samples,
-            "prompts": len(rewards),
-            "response_length_mean": lengths.float().mean().item(),
+            "accuracy": (samples.rewards[scored] == 1).float().mean().item() if scored.any() else None,
+            "pass_at_k": (samples.rewards == 1).any(1).float().mean().item(),
+            "samples": samples.rewards.shape[1],
+            "prompts": len(samples.rewards),
+            "response_length_mean": samples.own_tokens.float().mean().item(),
             "own_tokens_total": self._totals["own_tokens_total"],
             "seconds": time.perf_counter() - started,
         }
         if unscored := (~scored).float().mean().item():
             row["unscored"] = unscored
-        row = {name: value for name, value in row.items() if value is not None}
-        if self.args.report_to:
-            # past GRPOTrainer.log, which would write its table of training completions once more
-            super(GRPOTrainer, self).log({f"eval_{name}": value for name, value in row.items() if name != "step"})
-        self._append(self.directory.evaluations_file, row)
-        self.on_evaluation(row)
-        return row
+        return {name: value for name, value in row.items() if value is not None}
 
-    def sample_held_out(self, samples: int) -> tuple[Tensor, Tensor]:
-        """Returns rewards and own-token counts, (prompts, samples) each, on the evaluation dataset.
+    def sample_held_out(self, held_out: HeldOut) -> Samples:
+        """Draws k samples of every problem of a set, and grades them.
 
         TRL's rollout code does the work, so that tools and vLLM are served too. The draws are the same at every call.
+        vLLM gets all prompts of a process at once: it is kept busy by many, and batches them itself.
         """
+        samples = self.schedule.evaluation_samples
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        rows = list(self.evaluation_dataset)
+        rows, parts = held_out.rows, []
         prompts_per_batch = max(1, self.args.per_device_eval_batch_size // samples) * processes
-        was_training, samples_before = self.model.training, self.num_generations_eval
+        if self.use_vllm:
+            prompts_per_batch = len(rows)
+        with self._evaluating(held_out.reward), isolated_random_state(seed=self.args.seed * 1000 + rank):
+            for start in range(0, len(rows), prompts_per_batch):
+                batch = rows[start : start + prompts_per_batch]
+                padded = batch + [batch[0]] * (-len(batch) % processes)  # whole prompts for every process
+                share = len(padded) // processes
+                this_process = padded[rank * share : (rank + 1) * share]
+                self._generate_and_score_completions([row for row in this_process for _ in range(samples)])
+                endings = torch.tensor([[ENDINGS.index(ending)] for ending in self._endings])
+                local = torch.cat([self._sampled_tokens, endings.to(self._sampled_tokens)], dim=1)
+                counts = self.accelerator.gather(local).view(-1, samples, 3)[: len(batch)]
+                rewards = self._summed_rewards().view(-1, samples)[: len(batch)]
+                parts.append((rewards, *counts.unbind(-1)))
+        return Samples(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
+
+    @contextmanager
+    def _evaluating(self, reward: Callable) -> Iterator[None]:
+        """Makes TRL only sample and grade: k samples per prompt, by `reward`, and without what its loss alone reads.
+
+        These are forwards of the policy that sampled, which importance ratios need, and of the reference model.
+        """
+        options = {"num_generations_eval": self.schedule.evaluation_samples, "reward_funcs": [reward]}
+        options |= {"vllm_importance_sampling_correction": False, "num_iterations": 1, "beta": 0.0}
+        before = {name: getattr(self, name) for name in options}
+        was_training = self.model.training
         logs_before = copy.deepcopy(self._logs)  # TRL's completions table is that of training
         self.model.eval()
-        self.num_generations_eval = samples
-        rewards, lengths = [], []
+        self._set(options)
         try:
-            with isolated_random_state(seed=self.args.seed * 1000 + rank), torch.no_grad():
-                for start in range(0, len(rows), prompts_per_batch):
-                    batch = rows[start : start + prompts_per_batch]
-                    padded = batch + [batch[0]] * (-len(batch) % processes)  # whole prompts for every process
-                    share = len(padded) // processes
-                    this_process = padded[rank * share : (rank + 1) * share]
-                    self._generate_and_score_completions([row for row in this_process for _ in range(samples)])
-                    counts = self.accelerator.gather(self._sampled_tokens)[:, 0]
-                    rewards.append(self._summed_rewards().view(-1, samples)[: len(batch)])
-                    lengths.append(counts.view(-1, samples)[: len(batch)])
+            with torch.no_grad():
+                yield
         finally:
-            self.num_generations_eval = samples_before
+            self._set(before)
             self.model.train(was_training)
             self._metrics["eval"].clear()
             self._seconds.clear()
             self._logs = logs_before
-        return torch.cat(rewards).cpu(), torch.cat(lengths).cpu()
+
+    def _set(self, attributes: dict) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def _save_samples(self, table: pd.DataFrame) -> None:
+        """Keeps the samples of an evaluation, in the first process."""
+        if self.accelerator.is_main_process:
+            write_parquet(table, self.directory.evaluation_samples(self.state.global_step))
 
     # ---- samples
 
@@ -306,12 +346,7 @@ class RunTrainer(ToolTrainer):
         path = self.directory.rollouts / f"{name}.parquet"
         if self._last_rollouts is None:
             return path
-        table = pd.DataFrame(self._rollout_rows(groups, step=sample_step(path)))
-        try:
-            with whole(path) as aside:
-                table.to_parquet(aside)
-        except OSError as error:
-            raise unwritable(path, error) from error
+        write_parquet(pd.DataFrame(self._rollout_rows(groups, step=sample_step(path))), path)
         return path
 
     def _rollout_rows(self, groups: int | None, step: int) -> Iterator[dict]:
@@ -396,6 +431,39 @@ class FirstEvaluation(TrainerCallback):
         if not any(read_rows(self.trainer.directory.evaluations_file)):
             self.trainer.evaluate_held_out()
             self.trainer._step_started = time.perf_counter()
+
+
+class Samples(NamedTuple):
+    """Samples of a set, (prompts, samples) each. rewards: NaN where unscored. endings: positions in ENDINGS."""
+
+    rewards: Tensor
+    own_tokens: Tensor
+    all_tokens: Tensor  # own and tool tokens
+    endings: Tensor
+
+    def table(self, task: str, with_tools: bool) -> pd.DataFrame:
+        """Returns a row per sample, in the columns of samples.jsonl (docs/evaluate.md)."""
+        prompts, samples = self.rewards.shape
+        columns = {
+            "task": task,
+            "problem": torch.arange(prompts).repeat_interleave(samples).numpy(),
+            "sample": torch.arange(samples).repeat(prompts).numpy(),
+            "reward": self.rewards.flatten().numpy(),
+            "ending": [ENDINGS[ending] for ending in self.endings.flatten().tolist()],
+            "own_tokens": self.own_tokens.flatten().numpy(),
+        }
+        if with_tools:
+            columns["tool_tokens"] = (self.all_tokens - self.own_tokens).flatten().numpy()
+        return pd.DataFrame(columns)
+
+
+def write_parquet(table: pd.DataFrame, path: Path) -> None:
+    """Writes a table; the file is whole or absent. Raises RunError where it cannot be written."""
+    try:
+        with whole(path) as aside:
+            table.to_parquet(aside)
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def finite_mean(values: list[float]) -> float | None:

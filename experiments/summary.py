@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -19,15 +19,36 @@ from otb.records import RunDirectory, read_rows
 def print_table(paths: list[Path]) -> None:
     """Prints the table at the width of the terminal; in a file or pipe wide enough for the names of runs."""
     console = Console()
-    Console(width=console.width if console.is_terminal else 120).print(summary_table(paths))
+    console = Console(width=console.width if console.is_terminal else 120)
+    console.print(summary_table(paths))
+    for path in paths if len(paths) == 1 else ():
+        if (table := sets_table(RunDirectory(path))) is not None:
+            console.print(table)
+
+
+def sets_table(directory: RunDirectory) -> Table | None:
+    """Returns peak and final accuracy on each set of a run's evaluation.tasks; None for a run without them."""
+    config = OmegaConf.load(directory.config_file)
+    if not OmegaConf.select(config, "evaluation.tasks"):
+        return None
+    from analysis.evaluations import read_run_samples, right_answers  # scipy: a second
+    from experiments.evaluation.report import peaks
+
+    by_task: dict[str, dict] = {}
+    for (task, step), samples in read_run_samples(directory.path).groupby(["task", "step"], sort=False):
+        by_task.setdefault(task, {})[step] = right_answers(samples)
+    return peaks(by_task, config.evaluation.samples, "evaluations")
 
 
 def summary_table(paths: list[Path]) -> Table:
-    """Returns a table of runs: state, steps, held-out accuracy before, best and last, own tokens, time of the steps."""
-    several = len(paths) > 1
-    table = Table("state", "steps", "accuracy before", "best", "last", "own tokens", "minutes")
+    """Returns a table of runs: state, steps, held-out accuracy before, best and last, own tokens, time of the steps.
+
+    What the best one is stands below it: the largest of several noisy numbers.
+    """
+    several, caption = len(paths) > 1, "best: the largest of several noisy numbers, and so too high"
+    table = Table("state", "steps", "accuracy before", "best", "last", "own tokens", "minutes", caption=caption)
     if several:
-        table = Table(Column("run", overflow="fold"), *table.columns)
+        table = Table(Column("run", overflow="fold"), *table.columns, caption=caption)
     for path, name in zip(paths, distinct_names(paths), strict=True):
         directory = RunDirectory(path)
         status, last = directory.status(), directory.last_metrics()

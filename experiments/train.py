@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import datasets
@@ -23,8 +21,10 @@ from transformers.trainer_utils import set_seed
 
 from experiments import trackers
 from experiments.build import build
+from experiments.data import Rows, load_rows, provenance, told_by_the_first
 from experiments.environment import describe
-from experiments.hardware import emulated_bfloat16, grpo_options
+from experiments.hardware import emulated_bfloat16, grpo_options, sampled_source
+from experiments.planning.fit import refuse_if_it_cannot_fit
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
@@ -60,8 +60,13 @@ def train(
     """
     quiet_libraries()
     make_deterministic(cfg.deterministic)
+    if cfg.card is None and torch.cuda.is_available() and not cfg.trainer.get("use_cpu"):
+        refuse_if_it_cannot_fit(
+            cfg, torch.cuda.get_device_properties(0).total_memory, int(os.environ.get("WORLD_SIZE", 1))
+        )
+    arguments = trainer_config(cfg, directory)  # starts the process group of a run of several
     inputs = checked_inputs(cfg, sandbox)
-    arguments = trainer_config(cfg, inputs, directory)
+    add_limits(arguments, cfg, inputs)
     folder = weights_folder(cfg, inputs.task, progress.warm_start)
     resume_step = step_to_resume(directory)
     progress.note(emulated_bfloat16(cfg.model.dtype, arguments.use_cpu))
@@ -90,12 +95,14 @@ def build_trainer(
 ) -> RunTrainer:
     """Loads the weights from `folder` and puts everything together. Raises RunError where they cannot be loaded."""
     set_seed(cfg.seed)  # LoRA's initial weights
-    model = load_model(folder, cfg.model.revision, weights_dtype(cfg))
+    model = load_model(sampled_source(cfg, folder), cfg.model.revision, weights_dtype(cfg))
     try:
         trainer = _trainer(cfg, model, inputs, arguments, directory, lock, progress)
     except (ImportError, ValueError, ConnectionError) as error:  # what TRL and vLLM refuse
         lines = str(error).strip().splitlines() or [""]
         raise RunError(f"the trainer cannot be built: {type(error).__name__}: {' '.join(lines[:3])}") from error
+    for adapter in getattr(trainer.model, "peft_config", {}).values():
+        adapter.base_model_name_or_path = folder  # not a copy on this machine
     trainer.remove_callback(transformers.PrinterCallback)  # it prints every row; `progress` is shown instead
     return trainer
 
@@ -113,7 +120,7 @@ def _trainer(
         model,
         inputs.task.reward,
         arguments,
-        inputs.train_dataset,
+        inputs.rows.train,
         processing_class=inputs.tokenizer,
         peft_config=inputs.lora,
         environment_factory=inputs.environment,
@@ -121,7 +128,7 @@ def _trainer(
         directory=directory,
         lock=lock,
         schedule=schedule(cfg),
-        evaluation_dataset=inputs.evaluation_dataset,
+        held_out=inputs.rows.held_out,
         on_step=progress.step,
         on_evaluation=progress.evaluation,
     )
@@ -138,8 +145,7 @@ class Inputs(NamedTuple):
     """What a run is made of beside its configuration and its weights."""
 
     task: Any
-    train_dataset: datasets.Dataset
-    evaluation_dataset: datasets.Dataset
+    rows: Rows
     tokenizer: PreTrainedTokenizerBase
     environment: Callable | None
     lora: LoraConfig | None
@@ -147,9 +153,11 @@ class Inputs(NamedTuple):
 
 
 def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
-    """Builds task, rows, tokenizer and LoRA, and checks them against each other. Raises RunError; reads no weights."""
+    """Builds task, rows, tokenizer and LoRA, and checks them against each other. Raises RunError; reads no weights.
+
+    Rows are checked by the first process alone; the others read them when it is done, from the caches that it made.
+    """
     task = build(cfg, "task")
-    train_dataset, evaluation_dataset = load_datasets(task, cfg.prompts_per_step)
     tokenizer, model_config = described(cfg)
     if "threads" in cfg:  # else it has processes of its own (experiments/laboratory.py)
         use_threads(cfg.threads, model_config)
@@ -157,15 +165,18 @@ def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
     tools = None if environment is None else [environment().python]
     if tools:
         check_tool_template(tokenizer, cfg.model.name)
-    lengths = (cfg.max_prompt_length, task.max_completion_length)
-    longest_prompt = max(
-        check_prompt_lengths(dataset["prompt"], tokenizer, model_config, *lengths, tools)
-        for dataset in (train_dataset, evaluation_dataset)
-    )
+    limits = (cfg.max_prompt_length, task.max_completion_length)
+    rows = cache(partial(load_rows, cfg, task))
+
+    def longest_prompt() -> int:
+        prompts = [rows().train["prompt"], *([row["prompt"] for row in held_out.rows] for held_out in rows().held_out)]
+        return max(check_prompt_lengths(some, tokenizer, model_config, *limits, tools) for some in prompts)
+
+    longest = told_by_the_first(longest_prompt)
     lora = lora_config(cfg)
     if lora is not None:
         check_lora_targets(lora, model_config)
-    return Inputs(task, train_dataset, evaluation_dataset, tokenizer, environment, lora, longest_prompt)
+    return Inputs(task, rows(), tokenizer, environment, lora, longest)
 
 
 def described(cfg: DictConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
@@ -183,8 +194,7 @@ def weights_folder(cfg: DictConfig, task, progress: Callable[[int, int, float], 
 
 def note_start(cfg: DictConfig, directory: RunDirectory, command: list[str], inputs: Inputs, folder: str) -> None:
     """Writes environment.json. folder: where the policy's weights are."""
-    data = provenance(inputs.task, train=inputs.train_dataset, eval=inputs.evaluation_dataset)
-    facts = model_facts(folder, cfg.model.revision) | {"data": data}
+    facts = model_facts(folder, cfg.model.revision) | {"data": provenance(cfg, inputs.task, inputs.rows)}
     write_atomically(directory.environment_file, describe(command, directory, facts))
 
 
@@ -218,43 +228,25 @@ def make_deterministic(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
-def provenance(task, **datasets) -> dict:
-    """Returns where the rows come from: what the task says of it, or hashes of the rows of a task that makes them."""
-    if hasattr(task, "provenance"):
-        return task.provenance()
-    return {part: {"rows": len(rows), "rows_sha256": rows_sha256(rows)} for part, rows in datasets.items()}
+def trainer_config(cfg: DictConfig, directory: RunDirectory) -> OTBConfig:
+    """Returns the GRPOConfig of a run. Its keys win over `trainer.*`, which wins over our defaults. Raises RunError.
 
-
-def rows_sha256(rows) -> str:
-    """Returns a digest of a dataset's rows, in their order."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-    return digest.hexdigest()
-
-
-def load_datasets(task, prompts_per_step: int):
-    """Returns training and evaluation rows. Raises RunError for every problem with them, before a model is loaded."""
-    try:
-        train_dataset, evaluation_dataset = task.train_dataset(), task.eval_dataset()
-    except (ValueError, FileNotFoundError) as error:
-        raise RunError(str(error)) from error
-    if len(train_dataset) < prompts_per_step:
-        raise RunError(
-            f"prompts_per_step={prompts_per_step} is more than the {len(train_dataset)} training prompts of "
-            f"{task.name}. Try prompts_per_step={len(train_dataset)}."
-        )
-    return train_dataset, evaluation_dataset
-
-
-def trainer_config(cfg: DictConfig, inputs: Inputs, directory: RunDirectory) -> OTBConfig:
-    """Returns the GRPOConfig of a run. Its keys win over `trainer.*`, which wins over our defaults. Raises RunError."""
+    It knows nothing of the rows yet: `add_limits` does.
+    """
     options = default_options(cfg, directory) | OmegaConf.to_container(cfg.trainer, resolve=True)
-    options |= grpo_options(cfg, inputs.longest_prompt, [inputs.tokenizer.eos_token_id])
+    options |= grpo_options(cfg, None, [])
     try:
-        return OTBConfig(**(options | derived_options(cfg, inputs.task, directory)))
+        return OTBConfig(**(options | derived_options(cfg, build(cfg, "task"), directory)))
     except (TypeError, ValueError) as error:
         raise RunError(f"trainer: {error}") from error
+
+
+def add_limits(arguments: OTBConfig, cfg: DictConfig, inputs: Inputs) -> None:
+    """Puts in what follows from rows and tokenizer: vLLM's context, and the tokens that end a rollout there."""
+    options = grpo_options(cfg, inputs.longest_prompt, [inputs.tokenizer.eos_token_id])
+    for name in ("generation_kwargs", "vllm_max_model_length"):
+        if name in options:
+            setattr(arguments, name, options[name])
 
 
 def default_options(cfg: DictConfig, directory: RunDirectory) -> dict[str, Any]:

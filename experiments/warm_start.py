@@ -21,11 +21,11 @@ from experiments import checks
 from experiments.build import build
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
 from experiments.hardware import visible_gpus
-from experiments.identity import flat
 from experiments.threads import check_threads
 from experiments.variance import quoted
 from otb.errors import RunError, unwritable
 from otb.options import Batches, batches
+from otb.records import flatten
 
 RECORD = "made_from.json"  # the name that otb/policies/gguf_files.py gives it, too
 WHERE_AND_HOW = ("output", "use_cpu", "threads", "model.learning_rate")  # keys that make no other policy
@@ -102,7 +102,7 @@ def check_writable(output: Path) -> None:
 
 def recipe(cfg: DictConfig) -> dict:
     """Returns the flat keys that the policy depends on."""
-    pairs = flat(OmegaConf.to_container(cfg, resolve=True))
+    pairs = flatten(OmegaConf.to_container(cfg, resolve=True))
     return {key: value for key, value in pairs.items() if key not in WHERE_AND_HOW}
 
 

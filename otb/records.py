@@ -4,7 +4,8 @@ config.yaml         the resolved configuration          environment.json   versi
 metrics.jsonl       a row per step, append-only         evaluations.jsonl  a row per evaluation
 status.json         state and progress                  rollouts/          samples, a parquet file per kept step
 checkpoints/        step-00000040/, complete or absent  discarded.jsonl    rows that a resumed run wrote again
-lock.json           the process that writes             run_id             the name of this run at a tracker
+evaluations/        a row per evaluated sample, parquet  lock.json         the process that writes
+run_id              the name of this run at a tracker
 
 `python -m otb.records` prints docs/metrics.md, the table of the names below.
 """
@@ -131,6 +132,7 @@ WHERE_AND_HOW = (
     "max_prompt_length",
     "sandbox.workers",
     "gpus",
+    "card",
     "threads",
     "parallel",
     "rollouts_by.rows",
@@ -146,11 +148,15 @@ WHERE_AND_HOW = (
 # Keys that run directories of earlier versions lack, with what those runs did. Neither their absence nor this value
 # makes another run or another setting.
 ADDED_LATER = {
+    "evaluation.data_dir": None,
+    "evaluation.max_rows": None,
+    "evaluation.tasks": None,
     "geometric_ratio_band": None,
     "model.chat_template": None,
     "model.gguf_file": None,
     "rollouts_by.name": "hf",
     "task.instruction": None,
+    "task.files": "simplelr_qwen_level3to5/train.parquet",  # of math_lvl3to5, which was read from a local folder alone
     "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use
     "trainer.vllm_importance_sampling_mode": "token_truncate",
 }
@@ -163,6 +169,11 @@ TIME_AND_MEMORY = frozenset(
 def is_one_of(key: str, names: tuple[str, ...]) -> bool:
     """Tells whether a dotted configuration key is one of `names`, or lies below one of them."""
     return any(key == name or key.startswith(name + ".") for name in names)
+
+
+def is_as_before(key: str, value: object) -> bool:
+    """Tells whether a key of ADDED_LATER has the value with which runs from before it were made."""
+    return key in ADDED_LATER and value == ADDED_LATER[key]
 
 
 def flatten(config: dict, prefix: str = "") -> dict:
@@ -224,6 +235,7 @@ class RunDirectory:
         self.status_file = self.path / "status.json"
         self.run_id_file = self.path / "run_id"
         self.rollouts = self.path / "rollouts"
+        self.evaluations = self.path / "evaluations"
         self.checkpoints = self.path / "checkpoints"
 
     # ---- status
@@ -245,6 +257,10 @@ class RunDirectory:
         if not self.run_id_file.exists():
             write_atomically(self.run_id_file, secrets.token_hex(4))
         return self.run_id_file.read_text(encoding="utf8").strip()
+
+    def evaluation_samples(self, step: int) -> Path:
+        """Returns the file that holds the samples of an evaluation, whether there is one or not."""
+        return self.evaluations / f"step-{step:08d}.parquet"
 
     # ---- rows
 
@@ -289,9 +305,10 @@ class RunDirectory:
         for file, rows in kept.items():
             if file.exists():  # rewritten even where no row goes: a crash may have cut its last line
                 write_rows(file, rows)
-        for sample in self.rollouts.glob("step-*.parquet"):  # failed-*.parquet is evidence and stays
-            if sample_step(sample) > step:
-                sample.unlink()
+        for folder in (self.rollouts, self.evaluations):
+            for sample in folder.glob("step-*.parquet"):  # failed-*.parquet is evidence and stays
+                if sample_step(sample) > step:
+                    sample.unlink()
         return len(discarded)
 
     # ---- checkpoints
@@ -345,7 +362,8 @@ class RunDirectory:
         for pattern in (".writing*", ".old-*"):
             for path in self.checkpoints.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
-        for path in [*self.path.glob(".*.[0-9]*"), *self.rollouts.glob(".*.[0-9]*")]:
+        folders = (self.path, self.rollouts, self.evaluations)
+        for path in [path for folder in folders for path in folder.glob(".*.[0-9]*")]:
             if not path.name.startswith(".lock"):  # another process may just be asking for the lock
                 path.unlink(missing_ok=True)
 
@@ -356,7 +374,7 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 
 
 def sample_step(sample: Path) -> int:
-    """Returns the step of a file in rollouts/, such as step-00000040.parquet or failed-00000041-rank1.parquet."""
+    """Returns the step of a sample file, such as step-00000040.parquet or failed-00000041-rank1.parquet."""
     return int(re.findall(r"\d+", sample.stem)[0])
 
 

@@ -182,6 +182,13 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam("submitit:SlurmExecutor", "_submit_command(command)", "one command as a job array -> a job with its id"),
         Seam("submitit:SlurmExecutor", '"map_count"', "the parameter that makes it an array"),
     ),
+    "benchmarks/lm_head.py": (
+        Seam(
+            "trl.trainer.utils",
+            "add_fused_lm_head(model, *, temperature, cast_lm_head_to_fp32, outputs)",
+            "timed against a plain matmul and whole logits",
+        ),
+    ),
     "benchmarks/proxy_pass.py": (
         Seam(
             "trl.trainer.utils",

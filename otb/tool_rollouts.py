@@ -24,6 +24,7 @@ from otb.trainer import OTBTrainer
 CALLS_PER_TURN = 5  # run per rollout: a program may take its whole time limit, and all others wait for the slowest
 KEPT_FOR_AN_ANSWER = 8  # a reply leaves 1 / 8 of the token budget to the policy
 SHORTENED = " [...]"  # ends a reply that was cut
+ENDINGS = ("end", "length", "turns")  # of a rollout: by the policy's own end token, or by a limit
 PAST_THE_LAST_TURN = Refusal("refused: this was the last turn")
 NO_ROOM = Refusal("refused: the response has no room for a reply")
 TOO_MANY = Refusal(f"refused: at most {CALLS_PER_TURN} calls are run in one turn")
@@ -57,16 +58,20 @@ class ToolTrainer(OTBTrainer):
         self._rollouts: list[_Rollout] = []  # of the generation under way, in TRL's order
         self._waiting: list[_Rollout] = []  # those with calls that TRL has not yet answered with a further turn
         self._unanswered: Iterator[_Rollout] = iter(())  # those of them that wait for the reply itself
+        self._endings: list[str] = []  # how each rollout of the last generation ended, one of ENDINGS
         super().__init__(*args, **kwargs)
         self._control_tokens = tuple(token for token in self._tokenizer.get_added_vocab() if token.strip())
 
     def _generate(self, prompts):
         if not self.environment_factories:
-            return super()._generate(prompts)
+            generated = super()._generate(prompts)
+            self._endings = ["end" if ids and ids[-1] in self._end_tokens else "length" for ids in generated[1]]
+            return generated
         self._rollouts, self._waiting = [], []
         with every_call_readable(self._tokenizer, self._end_tokens):
             generated = super()._generate(prompts)
         self._end(self._waiting)
+        self._endings = [rollout.cut or "end" for rollout in self._rollouts]
         _, completion_ids, tool_mask, _, log_probs, *_ = generated
         self._count_as_truncated(completion_ids, tool_mask, log_probs)
         self._log_tool_use()

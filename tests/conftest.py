@@ -63,6 +63,16 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """Python of an environment with vLLM for CPUs and DeepSpeed, which tests/vllm_environment.sh makes."""
+    if "OTB_VLLM_ENV" not in os.environ:
+        pytest.skip("OTB_VLLM_ENV names no environment with vLLM and DeepSpeed; tests/vllm_environment.sh makes one")
+    python = Path(os.environ["OTB_VLLM_ENV"]) / "bin" / "python"
+    assert python.exists(), f"{python} is missing: run tests/vllm_environment.sh"
+    return str(python.absolute())
+
+
+@pytest.fixture(scope="session")
 def tokenizer():
     from otb.policies.tiny_policy import build_tokenizer
 

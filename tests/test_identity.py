@@ -113,6 +113,14 @@ def test_configurations_differ_in_what_identifies_a_run_and_in_nothing_else():
     ]
 
 
+def test_the_revision_of_a_hub_id_is_no_part_of_a_run_on_local_rows(tmp_path):
+    def config(path, revision) -> dict:
+        return {"task": {"path": str(path), "revision": revision, "evaluation": {"path": "a/b", "revision": revision}}}
+
+    assert difference(config(tmp_path, None), config(tmp_path, "v1")) == ["task.evaluation.revision: None -> v1"]
+    assert difference(config("a/b", None), config("a/b", "v1"))[1:] == ["task.revision: None -> v1"]
+
+
 def test_documented_list_of_keys_that_say_only_where_and_how_is_the_one_in_the_code():
     documented = (ROOT / "docs" / "runs.md").read_text()
     listed = re.search(r"do not make it another run: (.*?)\. ", documented.replace("\n", " "))[1]

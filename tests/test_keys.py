@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from experiments import keys
-from experiments.identity import flat
+from otb.records import flatten
 from tests.support.commands import ROOT
 
 
@@ -36,7 +36,7 @@ def test_every_key_has_a_comment_beside_it_in_a_yaml_of_its_group(group):
 def test_every_key_that_a_command_composes_is_documented(command):
     documented = (ROOT / "docs" / "keys.md").read_text()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = flat(OmegaConf.to_container(compose(command)))
+        composed = flatten(OmegaConf.to_container(compose(command)))
     names = [name for name in composed if not name.split(".")[-1].startswith("_")]
     assert len(names) > 15
     assert [name for name in names if f"| `{name}` |" not in documented] == []

@@ -3,19 +3,23 @@
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from otb.tasks.duplicates import first_of_equal
 from otb.tasks.maths import BOXED, Maths, last_assistant_text, prompt_messages, reference
-from otb.tasks.rows import Source
+from otb.tasks.sources import Source
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 TASKS = ["gsm8k", "math500", "aime24", "aime25", "amc23", "math_lvl3to5", "dapo_math"]
+TASKS += ["dpao_filter", "dpao_aime24", "dpao_aime25"]
 
 GSM8K = [
     {"question": "Two and two?", "answer": "2+2=<<2+2=4>>4\n#### 4"},
@@ -284,6 +288,112 @@ def test_evaluation_on_the_file_that_is_trained_on_is_refused(tmp_path):
         task(tmp_path / "rows.jsonl", eval_split=None).eval_dataset()
 
 
+# ---- rows of equal prompt and answer
+
+
+def test_repeated_rows_are_one_row_the_first_of_them(tmp_path):
+    """The last row is the first one again, once its blanks are gone; the same question with another answer stays."""
+    again = {"question": " Two and two?", "answer": "#### 4"}
+    other = {"question": "Two and two?", "answer": "#### four"}
+    path = write_jsonl(tmp_path / "rows.jsonl", [*GSM8K, GSM8K[1], other, GSM8K[1], again])
+    little = task(path, eval_split=None, unique=True)
+    assert little.train_dataset()["answer"][:] == ["4", "1,200", "-5", "four"]
+    assert little.provenance()["train"]["repeated_rows_dropped"] == 3
+    all_rows = task(path, eval_split=None)
+    assert len(all_rows.train_dataset()) == 7 and "repeated_rows_dropped" not in all_rows.provenance()["train"]
+
+
+def test_first_rows_of_any_columns_are_those_of_a_naive_loop():
+    """Chats of different lengths, missing cells on every level, numbers; in chunks."""
+    draw = random.Random(3)
+
+    def cell(depth: int):
+        kind = draw.choice(["missing", "list", "list"])
+        if depth == 0 or kind == "missing":
+            return None if kind == "missing" else {"role": draw.choice("ab"), "n": draw.choice([None, 1, 2])}
+        return [cell(depth - 1) for _ in range(draw.randrange(3))]
+
+    message = pa.struct([("role", pa.string()), ("n", pa.int64())])
+    rows = [(cell(1), draw.choice(["x", "y", None])) for _ in range(400)]
+    parts = [rows[:150], rows[150:150], rows[150:]]
+    chats = pa.chunked_array([[chat for chat, _ in part] for part in parts], pa.list_(message))
+    answers = pa.chunked_array([[answer for _, answer in part] for part in parts], pa.string())
+    seen, first = set(), []
+    for place, row in enumerate(rows):
+        if repr(row) not in seen:
+            first.append(place)
+        seen.add(repr(row))
+    assert 20 < len(first) < 380
+    assert first_of_equal([chats, answers]).tolist() == first
+
+
+# ---- sets whose files do not tell their splits
+
+
+def dpao_folder(folder: Path) -> Path:
+    """The layout of DPAO_filter: parts that disagree in a side column, and two test files."""
+    import pyarrow.parquet as pq
+
+    def write(name: str, questions: list[str], side: list) -> None:
+        rows = {
+            "data_source": ["math_dapo"] * len(questions),
+            "prompt": [[{"role": "user", "content": question}] for question in questions],
+            "reward_model": [{"ground_truth": str(len(question)), "style": "rule"} for question in questions],
+            "extra_info": side,
+        }
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(rows), folder / name)
+
+    write("train/part-0.parquet", ["a", "bb"], [{"index": "7"}, {"index": "8"}])
+    write("train/part-1.parquet", ["ccc", "bb"], [{"index": 1, "split": "train"}, {"index": 2, "split": "train"}])
+    for year, question in (("24", "dddd"), ("25", "eeeee")):
+        write(f"test/aime{year}.parquet", [question], [{"index": 1}])
+    return folder
+
+
+def test_files_that_disagree_in_side_columns_are_read_and_test_files_are_told_apart(tmp_path):
+    from hydra.utils import instantiate
+
+    folder = dpao_folder(tmp_path / "dpao")
+    paths = [f"task.path={folder}", f"task.evaluation.path={folder}"]
+    for overrides, evaluated in (([], "4"), (["task@task.evaluation=dpao_aime25"], "5")):
+        dpao = instantiate(composed("task=dpao_filter", *paths, *overrides))
+        assert dpao.train_dataset()["answer"][:] == ["1", "2", "3"]
+        assert dpao.eval_dataset()["answer"][:] == [evaluated]
+    found = dpao.provenance()
+    assert list(found["train"]["sha256"]) == ["train/part-0.parquet", "train/part-1.parquet"]
+    assert found["train"]["repeated_rows_dropped"] == 1 and list(found["eval"]["sha256"]) == ["test/aime25.parquet"]
+
+
+def test_files_of_a_hub_id_are_fetched_alone_and_their_commit_is_kept(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    commit, asked = "0123456789" * 4, []
+    snapshot = dpao_folder(tmp_path / commit)
+
+    def snapshot_download(hub_id, **options):
+        asked.append((hub_id, options))
+        if options["revision"] == "nowhere":
+            raise FileNotFoundError("not cached")
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    arguments = dict(question_column="prompt", answer_column="reward_model.ground_truth", answer_after=None)
+    arguments |= dict(train_split=None, eval_split="only", files="test/aime24.parquet")
+    dpao = task("some-org/some-set", **arguments, revision="v1")
+    assert dpao.eval_dataset()["answer"][:] == ["4"]
+    options = {"repo_type": "dataset", "revision": "v1", "allow_patterns": ["test/aime24.parquet"]}
+    assert asked[0] == ("some-org/some-set", options)
+    found = dpao.provenance()["eval"]
+    assert (found["commit"], found["revision"], list(found["sha256"])) == (commit, "v1", ["test/aime24.parquet"])
+    with pytest.raises(ValueError, match="--revision nowhere --files test/aime24.parquet.*task.revision=null"):
+        task("some-org/some-set", **arguments, revision="nowhere").eval_dataset()
+    with pytest.raises(ValueError, match=r"no data files .* that match files='test/\*.csv'.*correct task.files"):
+        task("some-org/some-set", **(arguments | {"files": "test/*.csv"})).eval_dataset()
+    with pytest.raises(ValueError, match="which are one split.*Try task.eval_split=null"):
+        task("some-org/some-set", files="train/*")
+
+
 def test_a_path_that_exists_wins_over_a_hub_id_and_a_misspelt_relative_path_is_no_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gsm8k_folder(tmp_path / "data" / "gsm8k")
@@ -394,6 +504,24 @@ def test_prefetch_downloads_data_set_and_model(hub, capsys):
     assert hub[-1] == ("dataset", "openai/gsm8k", None, "v2")
 
 
+def test_prefetch_fetches_all_that_a_task_reads(hub, tmp_path, monkeypatch, capsys):
+    from experiments.prefetch import main
+
+    snapshot, files = dpao_folder(tmp_path / "snapshot"), []
+    (snapshot / "test" / "aime24.parquet").unlink()
+    monkeypatch.setattr("otb.tasks.rows._fetched_files", lambda source: files.append(source) or snapshot)
+    assert main(["--task", "gsm8k_tools", "dpao_filter", "math500", "arithmetic"]) == 1
+    math500 = ("dataset", "HuggingFaceH4/MATH-500", None, "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be")
+    assert hub == [("dataset", "openai/gsm8k", "main", "740312add88f781978c0658806c59bc2815b9866"), math500]
+    assert [(source.path, source.files) for source in files] == [
+        ("Jiawei415/DPAO_filter", "train/*"),
+        ("Jiawei415/DPAO_filter", "test/aime24.parquet"),
+    ]
+    printed = capsys.readouterr()
+    assert "DPAO_filter: train/part-0.parquet, train/part-1.parquet\n" in printed.out
+    assert "no data files" in printed.err and "match files='test/aime24.parquet'" in printed.err
+
+
 def test_prefetch_reports_what_it_could_not_fetch_and_goes_on(hub, capsys):
     from experiments.prefetch import main
 
@@ -415,8 +543,10 @@ def test_prefetch_is_refused_offline(hub, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "fix"),
     [
-        ([], "Give --dataset ID, --model ID or both"),
+        ([], "Give --task NAME, --dataset ID or --model ID"),
         (["--model", "a/b", "--config", "main"], "Give --dataset ID too"),
+        (["--model", "a/b", "--files", "train/*"], "Give --dataset ID too"),
+        (["--task", "math50"], "Did you mean math500?"),
         (["--model", "a/b", "--dataset", "c/d", "--revision", "v1"], "--model-revision"),
     ],
 )

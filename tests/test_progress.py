@@ -127,3 +127,16 @@ def test_an_evaluation_is_a_line_and_its_accuracy_stays_in_the_lines_after_it(cl
         "training 1/1  reward 0.50  accuracy 0.50  tokens 1,000",
         "step 1: no sample scored (avg@4 on 128 prompts)",
     ]
+
+
+def test_further_evaluation_sets_are_named_and_leave_the_held_out_accuracy_alone(capsys):
+    with Progress(80) as progress:
+        progress.evaluation({"step": 0, "accuracy": 0.25, "samples": 4, "prompts": 8})
+        progress.evaluation({"task": "aime24", "step": 0, "accuracy": 0.5, "samples": 4, "prompts": 30})
+        progress.evaluation({"task": "amc23", "step": 0, "samples": 4, "prompts": 40})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 0: held-out accuracy 0.250 (avg@4 on 8 prompts)",
+        "step 0: aime24 accuracy 0.500 (avg@4 on 30 prompts)",
+        "step 0: no sample scored (avg@4 on 40 prompts)",
+    ]
+    assert progress.accuracy == 0.25

@@ -15,6 +15,7 @@ from tests.support.commands import ROOT
 def directory(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.rollouts.mkdir()
+    directory.evaluations.mkdir()
     directory.checkpoints.mkdir()
     return directory
 
@@ -81,6 +82,7 @@ def test_rows_past_the_checkpoint_are_moved_to_discarded(directory):
     for step in (0, 2, 4):
         directory.append(directory.evaluations_file, {"step": step, "accuracy": 0.5})
         (directory.rollouts / f"step-{step:08d}.parquet").touch()
+        (directory.evaluations / f"step-{step:08d}.parquet").touch()
     (directory.rollouts / "failed-00000003-rank1.parquet").touch()
     assert directory.discard_after(2) == 3
     assert [row["step"] for row in read_rows(directory.metrics_file)] == [1, 2]
@@ -95,6 +97,8 @@ def test_rows_past_the_checkpoint_are_moved_to_discarded(directory):
         "step-00000000.parquet",
         "step-00000002.parquet",
     ]
+    kept = [directory.evaluation_samples(step).name for step in (0, 2)]
+    assert sorted(path.name for path in directory.evaluations.iterdir()) == kept
 
 
 def test_discarding_twice_after_a_kill_in_between_doubles_nothing(directory):

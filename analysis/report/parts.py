@@ -79,7 +79,10 @@ def draw(figure: Figure, folder: Path) -> Drawn:
 def tables_of(table: pd.DataFrame, target: float | None) -> Iterator[tuple[str, pd.DataFrame]]:
     """Yields (title, rows) per table of a setting. One whose metrics are missing is left out; its figure says why."""
     makers: list[tuple[str, Callable]] = [
-        ("Accuracy per arm (interquartile mean over seeds)", accuracy_rows),
+        (
+            "Accuracy per arm (interquartile mean over seeds; best: the largest of noisy ones, too high)",
+            accuracy_rows,
+        ),
         ("OTB against each arm of the same N", comparison_rows),
     ]
     if target is not None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from experiments.build import build
-from experiments.train import rows_sha256
+from experiments.data import evaluation_facts
 from otb.errors import RunError
 from otb.policies.models import check_prompt_lengths
 from otb.sandbox import Sandbox
@@ -52,7 +52,4 @@ def task_inputs(cfg: DictConfig, sandbox: Sandbox | None, tokenizer, model_confi
 
 def data_facts(inputs: Inputs) -> dict:
     """Returns where the rows come from, for environment.json."""
-    source = getattr(inputs.task, "evaluation", None) or inputs.task
-    if getattr(source, "train_split", inputs) is None:  # else its account would read the training rows, too
-        return source.provenance()
-    return {"eval": {"rows": len(inputs.rows), "rows_sha256": rows_sha256(inputs.rows)}}
+    return {"eval": evaluation_facts(inputs.task, inputs.rows)}

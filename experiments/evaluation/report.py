@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from analysis.evaluations import peak_and_final, read_samples, right_answers
+from analysis.evaluations import peak_and_final, read_samples, right_answers, sampling_error
 from experiments.evaluation.folder import EvaluationFolder
 from experiments.evaluation.plan import Plan
 
@@ -69,32 +71,36 @@ def cell(name: str, row: dict) -> str:
 
 
 def peak_table(found: list[EvaluationFolder], k: int) -> Table:
-    """Peak and final accuracy of a run, per task. found: evaluations of its checkpoints."""
-    title = f"avg@{k} of the run: a peak is the largest of several noisy numbers, and so too high"
-    table = Table(title=title)
-    for column in ("task", "checkpoints", "final (step)", "peak (step)", "peak without its luck", "sampling error"):
-        table.add_column(column)
-    by_task: dict[str, dict[int, EvaluationFolder]] = {}
+    """Returns peak and final accuracy of a run, per task. found: evaluations of its checkpoints."""
+    by_task: dict[str, dict[int, NDArray]] = {}
     for folder in found:
         results = folder.results()
-        by_task.setdefault(results["task"], {})[results["step"]] = folder
-    for task, folders in by_task.items():
-        best = peak_and_final({step: right_answers(read_samples(folder.path, k)) for step, folder in folders.items()})
+        by_task.setdefault(results["task"], {})[results["step"]] = right_answers(read_samples(folder.path, k))
+    return peaks(by_task, k, "checkpoints")
+
+
+def peaks(by_task: dict[str, dict[int, NDArray]], k: int, of: str) -> Table:
+    """Returns a table of peak and final accuracy per task.
+
+    by_task: task -> step -> (problems, k) of 1, 0 or NaN. of: what there is one of per step.
+    """
+    table = Table(title=f"avg@{k} of the run: a peak is the largest of several noisy numbers, and so too high")
+    for column in ("task", of, "final (step)", "peak (step)", "peak without its luck", "sampling error"):
+        table.add_column(column)
+    for task, right in by_task.items():
+        best = peak_and_final(right)
+        last = right[int(best["final_step"])]
+        error = sampling_error((~np.isnan(last)).sum(1), np.nansum(last, axis=1))
         table.add_row(
             task,
             str(best["checkpoints"]),
             f"{best['final']:.3f} ({best['final_step']})",
             f"{best['peak']:.3f} ({best['peak_step']})",
             f"{best['peak_held_out']:.3f}" if "peak_held_out" in best else "",
-            sampling_error(folders[best["final_step"]].results()),
+            "" if math.isnan(error) else f"{error:.3f}",
         )
     table.caption = (
-        "peak without its luck: the checkpoint is chosen by one half of the samples and measured on the other; "
+        "peak without its luck: the step is chosen by one half of the samples and measured on the other; "
         "sampling error: the standard error that sampling alone leaves on one of these numbers"
     )
     return table
-
-
-def sampling_error(results: dict) -> str:
-    rows = [row["estimate"] for row in results["measures"] if row["measure"] == "avg_at_k_sampling_error"]
-    return "" if not rows or rows[0] is None or math.isnan(rows[0]) else f"{rows[0]:.3f}"

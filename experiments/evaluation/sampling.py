@@ -13,8 +13,6 @@ from otb.tasks.grading import Outcome, normalised, number
 from otb.tool_rollouts import ToolTrainer
 from otb.trainer import isolated_random_state
 
-ENDINGS = {"": "end", "length": "length", "turns": "turns"}  # ToolTrainer's word -> the column `ending`
-
 
 class Response(NamedTuple):
     """One sampled response. ending: "end" (the policy's own), "length" or "turns" (a limit's)."""
@@ -53,19 +51,13 @@ class SamplingTrainer(ToolTrainer):
         _, completion_ids, _, completions, *_ = self._generated
         own = self._sampled_tokens[:, 0].tolist()
         return [
-            Response(messages, ids, count, self._ending(row))
-            for row, (messages, ids, count) in enumerate(zip(completions, completion_ids, own, strict=True))
+            Response(messages, ids, count, ending)
+            for messages, ids, count, ending in zip(completions, completion_ids, own, self._endings, strict=True)
         ]
 
     def _generate(self, prompts):
         self._generated = super()._generate(prompts)
         return self._generated
-
-    def _ending(self, row: int) -> str:
-        if self.environment_factories:
-            return ENDINGS[self._rollouts[row].cut]
-        ids = self._generated[1][row]
-        return "end" if ids and ids[-1] in self._end_tokens else "length"
 
 
 def ungraded(completions: list, **columns) -> list[float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from peft import PeftModel
 
+from experiments.hardware import sampled_source
 from experiments.train import weights_folder
 from otb.errors import RunError
 from otb.policies.models import load_model
@@ -33,7 +34,7 @@ class Policies:
         base, adapter = self._place(cfg, task, checkpoint)
         if (source := adapter or base) == self.source:
             return False
-        model = load_model(base, cfg.model.revision, cfg.model.dtype)
+        model = load_model(sampled_source(cfg, base), cfg.model.revision, cfg.model.dtype)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
         if self.model is None:

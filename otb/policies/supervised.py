@@ -96,7 +96,8 @@ def ordered(chats: list[list[dict]], how: Supervision) -> list[list[dict]]:
 
     The forwards of a step then hold chats of similar length; mixed ones would be half padding.
     """
-    draw, size, drawn = random.Random(how.seed), how.forward * how.forwards, []
+    draw, size = random.Random(how.seed), how.forward * how.forwards
+    drawn: list[list[dict]] = []
     while len(drawn) < how.steps * size:
         drawn += draw.sample(chats, len(chats))
     steps = [drawn[start : start + size] for start in range(0, how.steps * size, size)]

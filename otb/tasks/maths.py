@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from otb.tasks.duplicates import first_of_equal
 from otb.tasks.grading import Grade, Outcome, extract_answer, grade_batch
 from otb.tasks.python_tool import MIN_TURNS, PythonTool
-from otb.tasks.rows import Source, load_rows, provenance
+from otb.tasks.rows import load_rows, provenance
+from otb.tasks.sources import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
+
+
+class _Part(NamedTuple):
+    """Rows of a split, and how many repeated ones were left out."""
+
+    rows: Dataset
+    dropped: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,9 @@ class Maths:
         train_split, eval_split: A split's name; `only` = the one split there is; None = no such rows.
         evaluation: Another task whose evaluation rows serve instead (train on DAPO, evaluate on AIME24).
         config, revision: Of the hub's data set.
+        files: A pattern below the folder or hub id, such as `train/*`, for sets whose files do not tell their splits;
+            they are one split, `only`.
+        unique: Rows of equal prompt and answer are one row, the first of them.
         answer_after: The reference is what follows the last such mark in the answer column (GSM8K: `####`).
         answer_marker: A response may also state its answer on a line that starts so (DAPO: `Answer:`).
         system_prompt: A first message, where the row has none.
@@ -66,6 +78,8 @@ class Maths:
     evaluation: Maths | None = None
     config: str | None = None
     revision: str | None = None
+    files: str | None = None
+    unique: bool = False
     answer_after: str | None = None
     answer_marker: str | None = None
     system_prompt: str | None = None
@@ -91,6 +105,11 @@ class Maths:
                 f"task {self.name} has eval_split={self.eval_split!r} and evaluation={self.evaluation.name!r}; "
                 f"evaluation rows come from one of them. Try task.eval_split=null."
             )
+        if self.files is not None and None not in (self.train_split, self.eval_split):
+            raise ValueError(
+                f"task {self.name} has files={self.files!r}, which are one split, and train_split and eval_split: it "
+                "would be evaluated on its training rows. Try task.eval_split=null +task@task.evaluation=math500."
+            )
         if self.train_split is not None and self.train_split == self.eval_split:
             raise ValueError(
                 f"task {self.name} has train_split=eval_split={self.eval_split!r}: it would be evaluated on its "
@@ -104,24 +123,24 @@ class Maths:
 
     def train_dataset(self) -> Dataset:
         """Returns rows `prompt` (chat messages), `answer` (str). Raises ValueError for a task without training rows."""
-        return self._train
+        return self._train.rows
 
     def eval_dataset(self) -> Dataset:
         """Returns rows like those of `train_dataset`, of `evaluation` where there is one; at most `max_eval_rows`."""
-        rows = self._eval if self.evaluation is None else self.evaluation.eval_dataset()
+        rows = self._eval.rows if self.evaluation is None else self.evaluation.eval_dataset()
         return rows if self.max_eval_rows is None else rows.select(range(min(self.max_eval_rows, len(rows))))
 
     @cached_property
-    def _train(self) -> Dataset:
+    def _train(self) -> _Part:
         if self.train_split is None:
             raise ValueError(
                 f"task {self.name} has train_split=null: its rows are for evaluation. Try task=gsm8k, or a training "
                 f"task with +task@task.evaluation={self.name}."
             )
-        return self._chat_rows(load_rows(self._source(self.train_split)))
+        return self._read(self._source(self.train_split))
 
     @cached_property
-    def _eval(self) -> Dataset:
+    def _eval(self) -> _Part:
         if self.eval_split is None:
             raise ValueError(
                 f"task {self.name} has neither eval_split nor evaluation, so there is nothing to evaluate on. Try "
@@ -133,16 +152,25 @@ class Maths:
                 f"path={self.path!r} is one file, so task {self.name} would be evaluated on its training rows. Try "
                 f"task.eval_split=null +task@task.evaluation=math500, or task.train_split=null to evaluate only."
             )
-        return self._chat_rows(load_rows(source))
+        return self._read(source)
 
     def _source(self, split: str) -> Source:
-        return Source(path=str(self.path), split=split, config=self.config, revision=self.revision)
+        return Source(str(self.path), split, self.config, self.revision, self.files)
+
+    def _read(self, source: Source) -> _Part:
+        columns = (self.question_column, self.answer_column)
+        read = load_rows(source, columns)
+        for column in columns:
+            _require_column(read, column, self.name, self.path)
+        if not self.unique:
+            return _Part(self._chat_rows(read), 0)
+        # First of the columns as they are, which is quick, then of what became equal in the chat rows.
+        made = self._chat_rows(_first_of_equal(read, columns))
+        rows = _first_of_equal(made, ("prompt", "answer"))
+        return _Part(rows, len(read) - len(rows))
 
     def _chat_rows(self, rows: Dataset) -> Dataset:
         from datasets import Features, List, Value
-
-        for column in (self.question_column, self.answer_column):
-            _require_column(rows, column, self.name, self.path)
 
         # Plain locals: `datasets` names its cache by a hash of all that the function refers to.
         question, answer, answer_after = self.question_column, self.answer_column, self.answer_after
@@ -215,6 +243,11 @@ class Maths:
                 log_metric(f"grades/{outcome}", counts[outcome] / len(grades))
         return [grade.reward for grade in grades]
 
+    def sources(self) -> list[Source]:
+        """Returns where the rows lie, those of `evaluation` included; reads nothing."""
+        own = [self._source(split) for split in (self.train_split, self.eval_split) if split is not None]
+        return own + ([] if self.evaluation is None else self.evaluation.sources())
+
     def provenance(self) -> dict:
         """Returns what was read, for environment.json: source, its hashes and a hash of the rows, of train and eval.
 
@@ -229,11 +262,12 @@ class Maths:
             parts["eval"] = self._part(self.eval_split, self._eval)
         return parts
 
-    def _part(self, split: str, rows: Dataset) -> dict:
+    def _part(self, split: str, part: _Part) -> dict:
         digest = hashlib.sha256()
-        for row in rows:
+        for row in part.rows:
             digest.update(json.dumps([row["prompt"], row["answer"]]).encode() + b"\n")
-        return provenance(self._source(split), rows) | {"prompts_and_answers_sha256": digest.hexdigest()}
+        facts = provenance(self._source(split), part.rows) | {"prompts_and_answers_sha256": digest.hexdigest()}
+        return facts | ({"repeated_rows_dropped": part.dropped} if self.unique else {})
 
 
 def prompt_messages(question: str | list | None, system_prompt: str | None, instruction: str | None) -> list[dict]:
@@ -294,6 +328,16 @@ def _cell(row: Mapping, column: str) -> Any:
     for part in column.split("."):
         cell = cell.get(part) if isinstance(cell, Mapping) else None
     return cell
+
+
+def _first_of_equal(rows: Dataset, columns: tuple[str, ...]) -> Dataset:
+    """Returns the rows that equal no earlier one in these columns, names or dotted paths; the order stays."""
+    import pyarrow.compute as pc
+
+    table = rows.with_format("arrow")[:]
+    paths = [column.split(".") for column in columns]
+    cells = [pc.struct_field(table[outer], inner) if inner else table[outer] for outer, *inner in paths]
+    return rows.select(first_of_equal(cells))
 
 
 def _require_column(rows: Dataset, column: str, name: str, path: str | None) -> None:

@@ -9,7 +9,7 @@ COMPARED = {"model.safetensors", "adapter_model.safetensors", "optimizer.pt", "r
 
 
 def assert_same_run(interrupted, uninterrupted):
-    """Metrics and evaluations (time and memory aside), samples, checkpoints, weights and optimizer state are equal."""
+    """Metrics, evaluations (time and memory aside), samples, checkpoints, weights and optimizer state are equal."""
     mine, other = RunDirectory(interrupted), RunDirectory(uninterrupted)
     assert mine.status()["state"] == other.status()["state"] == "finished"
     steps = [row["step"] for row in rows(mine.metrics_file)]
@@ -22,6 +22,8 @@ def assert_same_run(interrupted, uninterrupted):
         assert {path.name for path in mine.checkpoint(step).iterdir()} == files
         for name in files & COMPARED:
             assert (mine.checkpoint(step) / name).read_bytes() == (other.checkpoint(step) / name).read_bytes(), name
-    for sample in other.rollouts.iterdir():
-        pd.testing.assert_frame_equal(pd.read_parquet(mine.rollouts / sample.name), pd.read_parquet(sample))
+    for here, there in ((mine.rollouts, other.rollouts), (mine.evaluations, other.evaluations)):
+        assert {sample.name for sample in here.iterdir()} == {sample.name for sample in there.iterdir()} != set()
+        for sample in there.iterdir():
+            pd.testing.assert_frame_equal(pd.read_parquet(here / sample.name), pd.read_parquet(sample))
     assert not [path.name for path in mine.path.rglob(".*")], "half-written files are left behind"

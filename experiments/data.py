@@ -1,0 +1,93 @@
+"""The rows of a run: read, checked and accounted for, by the first of its processes where there are several.
+
+Called by experiments/train.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from datasets import Dataset
+from omegaconf import DictConfig
+
+from experiments.held_out import HeldOut, held_out_rows, held_out_tasks, own_name
+from otb.errors import RunError
+from otb.tasks import Task
+
+T = TypeVar("T")
+
+
+class Rows(NamedTuple):
+    """Training rows, and the sets that the run is evaluated on: first the task's own, then `evaluation.tasks`."""
+
+    train: Dataset
+    held_out: list[HeldOut]
+
+
+def told_by_the_first(work: Callable[[], T]) -> T:
+    """Returns what `work` returns in the first process of a run; the others wait for it and do nothing.
+
+    So what it writes, such as the caches of `datasets`, is there for the others afterwards. The process group must have
+    begun where there are several. Raises, in all processes, the RunError that it raises.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return work()
+    from accelerate.utils import broadcast_object_list
+
+    result: T | None = None
+    refusal = None
+    if int(os.environ["RANK"]) == 0:
+        try:
+            result = work()
+        except RunError as error:
+            refusal = str(error)
+    result, refusal = broadcast_object_list([result, refusal])
+    if refusal is not None:
+        raise RunError(refusal)
+    return result  # type: ignore[return-value]
+
+
+def load_rows(cfg: DictConfig, task: Task) -> Rows:
+    """Returns the rows of a run. Raises RunError for every problem with them, before a model is loaded."""
+    try:
+        train, evaluation = task.train_dataset(), task.eval_dataset()
+    except (ValueError, FileNotFoundError) as error:
+        raise RunError(str(error)) from error
+    if len(train) < cfg.prompts_per_step:
+        raise RunError(
+            f"prompts_per_step={cfg.prompts_per_step} is more than the {len(train)} training prompts of "
+            f"{task.name}. Try prompts_per_step={len(train)}."
+        )
+    own = HeldOut(own_name(task), list(evaluation), task.reward)
+    return Rows(train, [own, *held_out_rows(cfg, held_out_tasks(cfg))])
+
+
+def provenance(cfg: DictConfig, task: Task, rows: Rows) -> dict:
+    """Returns where the rows come from: `train`, `eval`, and each of `evaluation.tasks` under its name."""
+    own, *others = rows.held_out
+    if hasattr(task, "provenance"):
+        found = task.provenance()
+    else:
+        found = {"train": rows_facts(rows.train), "eval": rows_facts(own.rows)}
+    tasks = held_out_tasks(cfg)
+    return found | {held_out.name: evaluation_facts(tasks[held_out.name], held_out.rows) for held_out in others}
+
+
+def evaluation_facts(task: Task, rows: list[dict]) -> dict:
+    """Returns where the evaluation rows of a task come from: what the task says of it, or a hash of the rows."""
+    source = getattr(task, "evaluation", None) or task
+    if getattr(source, "train_split", source) is None:  # else its account would read the training rows, too
+        return source.provenance()["eval"]
+    return rows_facts(rows)
+
+
+def rows_facts(rows) -> dict:
+    """Returns number and digest of rows, in their order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return {"rows": len(rows), "rows_sha256": digest.hexdigest()}
