@@ -18,6 +18,7 @@ FIRST = (
     "test_run_states",
     "test_sharded_runs",
     "test_distributed",
+    "test_local_sweep",
 )
 # Files whose tests need no costly fixture of their module: each test may go to whichever worker is free.
 DIVISIBLE = ("test_resume", "test_analysis_report", "test_grading")
