@@ -30,6 +30,7 @@ from experiments.held_out import HeldOut
 from experiments.prompt_sampler import PromptSampler
 from experiments.run_lock import RunLock
 from experiments.warning_signal import Interrupted, received
+from otb.baselines import Baseline
 from otb.errors import RunError, unwritable
 from otb.files import whole
 from otb.records import METRICS, RunDirectory, read_rows, sample_step
@@ -206,7 +207,15 @@ class RunTrainer(ToolTrainer):
 
     def _log_rollouts(self, rollouts: RolloutGroups, baseline, advantages: Tensor, output: dict) -> None:
         super()._log_rollouts(rollouts, baseline, advantages, output)
-        self._last_rollouts = {"rollouts": rollouts, "advantages": advantages, "output": output}
+        value = baseline.value if isinstance(baseline, Baseline) else baseline
+        self._last_rollouts = {
+            "rollouts": rollouts,
+            "baseline": value.expand(advantages.shape),
+            "advantages": advantages,
+            "log_probs": self._log_probs,
+            "endings": self._endings,
+            "output": output,
+        }
 
     # ---- a loss or gradient that is not finite ends the run before it reaches the weights
 
@@ -350,9 +359,10 @@ class RunTrainer(ToolTrainer):
         return path
 
     def _rollout_rows(self, groups: int | None, step: int) -> Iterator[dict]:
-        """Yields a row per rollout that is kept. groups: as in _save_rollouts."""
+        """Yields a row per rollout that is kept (docs/runs.md). groups: as in _save_rollouts."""
         rollouts, output = self._last_rollouts["rollouts"], self._last_rollouts["output"]
-        advantages, group_size = self._last_rollouts["advantages"].flatten(0, 1), rollouts.group_size
+        advantages, baseline = (self._last_rollouts[name].flatten(0, 1) for name in ("advantages", "baseline"))
+        log_probs, group_size = self._last_rollouts["log_probs"], rollouts.group_size
         mask, own_mask = output["completion_mask"].bool(), response_mask(output)
         count = len(own_mask) if groups is None else min(groups, len(own_mask) // group_size) * group_size
         norms = None if rollouts.score_norms is None else rollouts.score_norms.flatten(0, 1)
@@ -361,7 +371,6 @@ class RunTrainer(ToolTrainer):
             length = int(own_mask[i].sum())
             tokens = output["completion_ids"][i][mask[i]]
             prompt = output["prompt_ids"][i][output["prompt_mask"][i].bool()]
-            advantage = advantages[first + i]
             yield {
                 "step": step,
                 "prompt": (first + i) // group_size,
@@ -371,8 +380,11 @@ class RunTrainer(ToolTrainer):
                 "tokens": [self._tokenizer.decode(token) for token in tokens],
                 "own": own_mask[i][mask[i]].tolist(),
                 "reward": float(rollouts.rewards.flatten()[first + i]),
-                "advantages": advantage[:length].tolist() if len(advantage) > 1 else [float(advantage[0])] * length,
+                "ending": self._last_rollouts["endings"][i],
+                "advantages": per_token(advantages[first + i], length),
+                "baselines": per_token(baseline[first + i], length),
                 "energies": None if norms is None else norms[first + i][:length].cumsum(0).tolist(),
+                "log_probs": None if log_probs is None else log_probs[i][own_mask[i]].tolist(),
             }
 
     # ---- checkpoints
@@ -455,6 +467,11 @@ class Samples(NamedTuple):
         if with_tools:
             columns["tool_tokens"] = (self.all_tokens - self.own_tokens).flatten().numpy()
         return pd.DataFrame(columns)
+
+
+def per_token(values: Tensor, length: int) -> list[float]:
+    """Returns a value per own token. values: (T,), or (1,) where one value holds for the whole rollout."""
+    return values[:length].tolist() if len(values) > 1 else [float(values[0])] * length
 
 
 def write_parquet(table: pd.DataFrame, path: Path) -> None:
