@@ -293,9 +293,8 @@ class OTBTrainer(GRPOTrainer):
             measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
         elif self._needs_score_norms:
             probabilities = self._probabilities(output)
-        else:
-            probabilities = output.get("old_per_token_logps"), None
-        self._log_probs = probabilities[0]
+        passed = "hidden_states" in self._needs or self._needs_score_norms
+        self._log_probs = probabilities[0] if passed else output.get("old_per_token_logps")
         if self._needs_score_norms:
             measured["score_norms"] = own.pack(proxy(output, *probabilities))
         for name in sorted(self._needs & EXACT_NORMS):
