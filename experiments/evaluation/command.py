@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments import checks
 from experiments.build import build
+from experiments.checks.values import check_whole_numbers
 from experiments.command_line import CONF, near_miss
 from experiments.evaluation.plan import Plan, uses_tools
 from experiments.hardware import check_processes, check_this_machine
@@ -29,7 +30,7 @@ def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
     overrides: of the command line. task: the choice of conf/task in `cfg`.
     """
     given = {override.lstrip("+").split("=", 1)[0] for override in overrides}
-    checks.check_whole_numbers(cfg, {"k": 1, "seed": 0, "rollouts_per_batch": 1})
+    check_whole_numbers(cfg, {"k": 1, "seed": 0, "rollouts_per_batch": 1})
     for key in ("watch", "trainer.use_cpu"):
         if not isinstance(value := OmegaConf.select(cfg, key), bool):
             raise RunError(f"{key}={value} must be true or false. Try {key}=false.")
