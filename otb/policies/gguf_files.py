@@ -6,6 +6,8 @@ checkpoints too, sees the folder alone.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import struct
@@ -65,7 +67,8 @@ def _load(path: Path):
         tokenizer = AutoTokenizer.from_pretrained(**place, padding_side="left")
     except struct.error as error:  # a file that ends within its header
         raise ValueError(f"{path} is no whole GGUF file: {error}") from error
-    read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting of transformers turns off
+        read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config
     model = type(read)(read.config)
