@@ -69,8 +69,11 @@ def _check_gguf(cfg: DictConfig) -> None:
                 f"model.gguf_file={files[0]}."
             )
         return
-    if name == "tiny":
-        raise RunError(f"model.gguf_file={file} needs the folder or hub id that it is in. Add model=hub model.name=...")
+    if name == "tiny" or "warm_start" in cfg.model:  # the key of conf/model/tiny.yaml alone
+        raise RunError(
+            f"model.gguf_file={file} of model.name={name} would be read with the settings of model=tiny. Use model=hub "
+            "model.name=FOLDER_OR_HUB_ID, where the file is."
+        )
     if importlib.util.find_spec("gguf") is None:
         raise RunError(f"model.gguf_file={file} needs the package gguf. Run: pip install -e '.[gguf]'")
     if folder.is_dir() and not (folder / str(file)).is_file():
