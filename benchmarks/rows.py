@@ -1,4 +1,4 @@
-"""How long the rows of DAPO-Math-17k take to be ready: `python benchmarks/rows.py [FOLDER]`, a minute and 2.5 GB of disk.
+"""How long the rows of DAPO-Math-17k take to be ready: `python benchmarks/rows.py [FOLDER]`, a minute, 2.5 GB of disk.
 
 It writes a file of that size and format (1,791,700 rows, 17,917 problems with made-up texts) and reads it twice through
 conf/task/dapo_math.yaml: at first `datasets` makes its caches, then it has them.
