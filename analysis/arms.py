@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import yaml
 
+from analysis.palette import SPARE_COLOURS
 from analysis.runs.rows import flat_cells
 from otb.errors import RunError
 
@@ -54,7 +55,6 @@ ARMS = {  # in the order of legends; arms that are not listed follow by name
     "sequence_energy_loo": Arm("sequence energy (leave-one-out)", "#117733", "o", True),
     "trajectory_cv": Arm("trajectory CV", "#E7298A", "s", True),
 }
-SPARE_COLOURS = ("#882255", "#44AA99", "#999933", "#332288", "#DDCC77", "#117733")  # Tol's muted set
 SPARE_MARKERS = "Dos^vP*X"
 
 

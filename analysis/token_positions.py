@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.arms import SPARE_COLOURS
+from analysis.palette import BLUE, LINES, VERMILION
 from analysis.runs.samples import energy, own_tokens
 from analysis.runs.token_colours import background, largest
 from analysis.style import COLUMN, PAGE, keep_numbers, plt
 from otb.errors import RunError
 
 SHOWN = 6  # rollouts of a group with their text; more do not fit under one picture
-OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", *SPARE_COLOURS)
 
 
 def group_numbers(group: pd.DataFrame) -> pd.DataFrame:
@@ -55,7 +54,7 @@ def token_positions(group: pd.DataFrame, scaled: bool = False):
         for place, (name, rows) in enumerate(numbers.groupby("rollout", sort=False)):
             if column == "baseline" and scaled:
                 continue
-            tint, style = OKABE_ITO[place % len(OKABE_ITO)], "-" if rows.reward.iloc[0] > 0 else "--"
+            tint, style = LINES[place % len(LINES)], "-" if rows.reward.iloc[0] > 0 else "--"
             axes.plot(rows.position, rows[column], color=tint, ls=style, lw=1, alpha=0.85, label=f"rollout {name}")
         axes.set(xlabel="own token", title=column.replace("_", " "))
     if len(names) <= 2 * SHOWN:
@@ -64,7 +63,7 @@ def token_positions(group: pd.DataFrame, scaled: bool = False):
     for place, (name, text) in enumerate(zip(names, texts, strict=False)):
         axes = figure.add_subplot(grid[1 + place, :])
         reward = numbers[numbers.rollout == name].reward.iloc[0]
-        axes.set_title(f"rollout {name}, reward {reward:g}", loc="left", fontsize=6, color=OKABE_ITO[place], pad=1)
+        axes.set_title(f"rollout {name}, reward {reward:g}", loc="left", fontsize=6, color=LINES[place], pad=1)
         write_tokens(axes, text, limit)
     cut = f"; texts of {len(names) - len(texts)} more rollouts not shown" if len(names) > len(texts) else ""
     legend = "dashed: reward 0; text on blue: advantage < 0, on orange: > 0"
@@ -120,9 +119,9 @@ def energy_against_reward(samples: pd.DataFrame):
     rewards = sorted(rows.reward.unique())
     jitter = np.random.default_rng(0).uniform(-0.12, 0.12, len(rows))
     place = rows.reward.map({reward: at for at, reward in enumerate(rewards)}).to_numpy()
-    axes.plot(place + jitter, rows.relative_energy, ".", ms=2.5, alpha=0.4, color="#0072B2")
+    axes.plot(place + jitter, rows.relative_energy, ".", ms=2.5, alpha=0.4, color=BLUE)
     means = rows.groupby("reward").relative_energy.mean()
-    axes.plot(range(len(rewards)), means.loc[rewards], "_", ms=26, mew=2, color="#D55E00")
+    axes.plot(range(len(rewards)), means.loc[rewards], "_", ms=26, mew=2, color=VERMILION)
     axes.axhline(1, color="0.6", lw=0.6)
     axes.set(xlabel="reward", ylabel="energy / mean energy of its group", xticks=range(len(rewards)))
     axes.set_xticklabels([f"{reward:g}" for reward in rewards])

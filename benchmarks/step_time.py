@@ -53,7 +53,7 @@ def block(trainer_class, policy: str, steps: int, options: dict, on_cpu: bool) -
     task = Arithmetic()
     with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
         arguments = OTBConfig(
-            output_dir=output, use_cpu=on_cpu, bf16=False, gradient_checkpointing=False, report_to="none",
+            output_dir=output, use_cpu=on_cpu, bf16=not on_cpu, gradient_checkpointing=False, report_to="none",
             save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=0.0, loss_type="dr_grpo",
             num_generations=4, per_device_train_batch_size=128, max_completion_length=task.max_completion_length,
             max_steps=steps + WARM_UP_STEPS, **options,

@@ -8,10 +8,22 @@ from contextlib import closing, contextmanager
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from otb.errors import RunError, first_line
 from otb.sandbox import Sandbox, SandboxFailure
+
+
+def unless_tiny(text: str, *, _root_) -> str | None:
+    """Returns the text where the configuration has another model than `model=tiny`; yamls call it ${unless_tiny:...}.
+
+    `warm_start` is a key of conf/model/tiny.yaml alone. A configuration without a model gets None.
+    """
+    model = _root_.get("model")
+    return None if model is None or "warm_start" in model else text
+
+
+OmegaConf.register_new_resolver("unless_tiny", unless_tiny, replace=True)
 
 
 def build(cfg: DictConfig, group: str):

@@ -11,6 +11,7 @@ Called by experiments/run.py, experiments/variance.py, and for every run of a sw
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -26,12 +27,13 @@ from experiments.command_line import CONF, near_miss
 from experiments.fields import dataclass_fields, literal_choices, trainer_fields
 from experiments.hardware import check_gpus, check_processes, check_this_machine
 from experiments.held_out import check_held_out
+from experiments.planning.fit import check_card
+from experiments.threads import SMALL
 from otb import baselines
 from otb.errors import RunError
 from otb.options import NEUTRAL_SAMPLING, batches, refuse_broken_groups, refuse_options
 
 DTYPES = ("float32", "bfloat16")  # float16 weights cannot be trained: their gradients cannot be unscaled
-WIDEST_TINY = 256  # hidden size up to which the settings of model=tiny make sense; the tiny policy has 96
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")  # TRL refuses at its first step
 SMALLEST = {  # of the keys that are whole numbers
     "group_size": 1,
@@ -118,7 +120,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     of how many.
     """
     check_whole_numbers(cfg, SMALLEST)
-    _check_positive(cfg, "learning_rate", "1e-6")
+    check_positive(cfg, "learning_rate", "1e-6")
     for key in ("log_energy", "measure_gradient_noise", "deterministic", "overwrite"):
         check_true_or_false(cfg, key)
     check_policy_and_task(cfg)
@@ -132,19 +134,26 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
         check_this_machine(cfg)
     _check_batches(cfg, processes)
     check_processes(cfg, processes)
+    check_card(cfg, processes)
 
 
 def check_policy_and_task(cfg: DictConfig) -> None:
     """Checks what a run and a measurement have in common: temperature, task, sandbox, model. Raises RunError."""
-    _check_positive(cfg, "temperature", "1.0")
+    check_positive(cfg, "temperature", "1.0")
     if cfg.max_prompt_length is not None and (type(cfg.max_prompt_length) is not int or cfg.max_prompt_length < 1):
         raise RunError(
             f"max_prompt_length={cfg.max_prompt_length} must be a whole number >= 1, or null for the model's limit. "
             "Try max_prompt_length=null."
         )
-    _check_target("task", cfg.task)
+    check_model_and_task(cfg)
     if build(cfg, "task").environment is not None:
         _check_sandbox(cfg)
+
+
+def check_model_and_task(cfg: DictConfig) -> None:
+    """Checks the keys of these two groups. Raises RunError."""
+    _check_target("task", cfg.task)
+    build(cfg, "task")  # its constructor may refuse a value
     _check_model(cfg)
 
 
@@ -165,7 +174,8 @@ def check_true_or_false(cfg: DictConfig, key: str) -> None:
         raise RunError(f"{key}={cfg[key]} must be true or false. Try {key}=false.")
 
 
-def _check_positive(cfg: DictConfig, key: str, example: str) -> None:
+def check_positive(cfg: DictConfig, key: str, example: str) -> None:
+    """Raises RunError unless the key is a positive number. example: a value to try."""
     value = cfg[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise RunError(f"{key}={value} must be a positive number. Try {key}={example}.")
@@ -195,6 +205,7 @@ def _check_model(cfg: DictConfig) -> None:
     if name not in known and near_miss(name, known) and not Path(name).is_dir() and "/" not in name:
         raise RunError(f"model.name={name} is no folder and no hub id (OWNER/NAME).{near_miss(name, known)}")
     _check_tiny(cfg)
+    _check_gguf(cfg)
     recipe = dataclass_fields("otb.policies.warm_start", "WarmStart")
     for key in cfg.model.get("warm_start") or {}:
         if key not in recipe:
@@ -215,11 +226,30 @@ def _check_tiny(cfg: DictConfig) -> None:
         width = json.loads(config.read_text(encoding="utf8")).get("hidden_size", math.inf)
     except (OSError, ValueError):  # a hub id, or a folder whose problem is told when it is loaded
         width = 0 if config.parent.is_dir() else math.inf
-    if width > WIDEST_TINY:
+    if width > SMALL:
         raise RunError(
             f"model.name={name} would train with the settings of model=tiny: learning rate {cfg.model.learning_rate}, "
-            f"{cfg.model.dtype}. They suit hidden sizes up to {WIDEST_TINY}. Use model=hub model.name={name}."
+            f"{cfg.model.dtype}. They suit hidden sizes up to {SMALL}. Use model=hub model.name={name}."
         )
+
+
+def _check_gguf(cfg: DictConfig) -> None:
+    name, file = str(cfg.model.name), cfg.model.get("gguf_file")
+    folder = Path(name).expanduser()
+    files = sorted(path.name for path in folder.glob("*.gguf")) if folder.is_dir() else []
+    if file is None:
+        if files and not (folder / "config.json").exists():
+            raise RunError(
+                f"model.name={name} holds no config.json of transformers, but {', '.join(files)}. Add "
+                f"model.gguf_file={files[0]}."
+            )
+        return
+    if name == "tiny":
+        raise RunError(f"model.gguf_file={file} needs the folder or hub id that it is in. Add model=hub model.name=...")
+    if importlib.util.find_spec("gguf") is None:
+        raise RunError(f"model.gguf_file={file} needs the package gguf. Run: pip install -e '.[gguf]'")
+    if folder.is_dir() and not (folder / str(file)).is_file():
+        raise RunError(f"model.gguf_file={file} is not in {name}.{near_miss(file, files)} There: {files}.")
 
 
 def _check_lora(lora) -> None:

@@ -66,7 +66,10 @@ def accept_open_keys(arguments: list[str]) -> list[str]:
     `-m` may stand anywhere; Hydra reads it only before or after all the others.
     """
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
-    opened = re.compile(r"(trainer|baseline|task|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]")
+    opened = re.compile(
+        r"(trainer|baseline|task|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]"
+        r"|model\.(chat_template|gguf_file)="
+    )
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
 
 

@@ -55,6 +55,14 @@ def describe(command: list[str], directory: RunDirectory, facts: dict) -> str:
     return json.dumps(now | {STARTS: starts}, indent=1, default=str) + "\n"
 
 
+def number_of_processes(directory: RunDirectory) -> int | None:
+    """Returns how many processes the latest start had; None where no start is known."""
+    try:
+        return json.loads(directory.environment_file.read_text(encoding="utf8")).get("processes")
+    except FileNotFoundError:
+        return None
+
+
 def earlier_starts(directory: RunDirectory) -> list[dict]:
     """Returns the starts that environment.json lists so far."""
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read at its import
 
 import hydra
 from hydra.core.hydra_config import HydraConfig

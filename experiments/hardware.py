@@ -11,14 +11,20 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import build
+from experiments.planning.fit import vllm_share
+from experiments.prefetch import MODEL_FILES
+from experiments.threads import check_threads
 from otb import baselines
-from otb.errors import RunError
+from otb.errors import RunError, first_line
 
+CPU_INFO = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # names in CPU_INFO: x86, Intel's matrix units, ARM
 EXACT_NORMS = {"sequence_norms", "prefix_norms"}
 
 
@@ -35,7 +41,8 @@ def check_gpus(cfg: DictConfig) -> None:
 
 
 def check_this_machine(cfg: DictConfig) -> None:
-    """Raises RunError where this process cannot use the GPUs here as the configuration wants. Loads nothing."""
+    """Raises RunError where this process cannot use the machine as the configuration wants. Loads nothing."""
+    check_threads(cfg)
     gpus = [] if cfg.trainer.get("use_cpu") else visible_gpus()
     if cfg.parallel.name != "ddp" and not gpus:
         raise RunError(
@@ -91,10 +98,10 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             f"rollouts_by.tensor_parallel={tensor_parallel} must be a whole number that divides the {processes} "
             "processes of the run. Try rollouts_by.tensor_parallel=1."
         )
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
         raise RunError(
             f"rollouts_by.memory_share={share} must lie between 0 and 1: a GPU's memory is shared with the training. "
-            "Try rollouts_by.memory_share=0.3."
+            "Try rollouts_by.memory_share=null for what the trainer leaves."
         )
 
 
@@ -108,6 +115,47 @@ def visible_gpus() -> list[str]:
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     lines = listed.stdout.splitlines() if listed.returncode == 0 else []
     return [str(number) for number, line in enumerate(line for line in lines if line.startswith("GPU "))]
+
+
+def sampled_source(cfg: DictConfig, name: str) -> str:
+    """Returns what to load the policy `name` from so that vLLM, which TRL tells a name alone, loads the same revision.
+
+    A local copy of `model.revision` where vLLM samples in these processes; else `name`. Raises RunError without one.
+    """
+    revision = cfg.model.revision
+    if cfg.rollouts_by.name != "vllm" or revision is None or Path(name).is_dir():
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES)
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"model.revision={revision} of {name} cannot be fetched for vLLM: {first_line(error)}. With network, run: "
+            f"python -m otb.prefetch --model {name} --revision {revision}"
+        ) from error
+
+
+def gpu_memory() -> float | None:
+    """Returns the bytes of the smallest GPU that nvidia-smi shows; None where this process uses none."""
+    if not visible_gpus() or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    mebibytes = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return min(map(float, mebibytes)) * 2**20 if mebibytes else None
+
+
+def emulated_bfloat16(dtype: str, on_cpu: bool) -> str:
+    """Returns a line for who computes in bfloat16 on a processor that has no instructions for it; else "".
+
+    dtype: `model.dtype`. It stays what it is: the precision of a run must not depend on the machine that it lands on.
+    """
+    if dtype != "bfloat16" or not on_cpu or not CPU_INFO.exists():
+        return ""
+    words = set(CPU_INFO.read_text(encoding="utf8", errors="replace").split())
+    if words & BFLOAT16_FLAGS:
+        return ""
+    return "this processor has no bfloat16 and emulates it; model.dtype=float32 is faster here, and another run"
 
 
 def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: list[int]) -> dict[str, Any]:
@@ -131,11 +179,16 @@ def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: li
     return options | {
         "vllm_mode": "colocate",
         "vllm_tensor_parallel_size": node.tensor_parallel,
-        "vllm_gpu_memory_utilization": node.memory_share,
+        "vllm_gpu_memory_utilization": vllm_share(cfg, gpu_memory(), int(os.environ.get("WORLD_SIZE", 1))),
         "vllm_enable_sleep_mode": node.sleep and bool(visible_gpus()),  # vLLM has no sleep on a CPU
         # None would be the model's whole context, for which vLLM demands a cache that does not fit
         "vllm_max_model_length": None if longest_prompt is None else longest_prompt + cfg.task.max_completion_length,
     }
+
+
+def starts_processes(cfg: DictConfig) -> bool:
+    """Tells whether `gpus=N` asks for several processes and this one is not yet among them."""
+    return cfg.gpus is not None and cfg.gpus > 1 and "WORLD_SIZE" not in os.environ
 
 
 def start_processes(cfg: DictConfig, script: str, arguments: list[str]) -> None:
@@ -144,7 +197,7 @@ def start_processes(cfg: DictConfig, script: str, arguments: list[str]) -> None:
     script, arguments: the command as Hydra got it. Under SLURM, or under a torchrun of the user's own, the processes
     are there already. Raises RunError where there are fewer GPUs.
     """
-    if cfg.gpus is None or cfg.gpus < 2 or "WORLD_SIZE" in os.environ:
+    if not starts_processes(cfg):
         return
     here = visible_gpus()
     if not cfg.trainer.get("use_cpu") and len(here) < cfg.gpus:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from otb.records import ADDED_LATER, WHERE_AND_HOW, is_one_of
+from otb.records import WHERE_AND_HOW, flatten, is_as_before, is_one_of
 
 NAMED = ("baseline", "group_size", "seed", "task", "model")  # keys that the path shows in places of their own
 LONGEST = 120  # characters of all overrides in a name; file systems end at 255 bytes
 LONGEST_VALUE = 32  # characters of one value, once a name is shortened
+LATER_IN_GROUPS = ("gguf_file", "instruction")  # keys of model and task that measurements before them lack
 SEPARATORS = re.compile(r"[^\w=.,+-]+")  # what a name shows as _
 
 
@@ -92,19 +93,18 @@ def former_suffix(overrides: list[str]) -> str:
 
 def identity(config: dict) -> dict[str, object]:
     """Returns the flat `key.sub: value` pairs that two runs of one experiment share."""
-    pairs = {key: value for key, value in flat(config).items() if not is_one_of(key, WHERE_AND_HOW)}
+    pairs = {key: value for key, value in flatten(config).items() if not is_one_of(key, WHERE_AND_HOW)}
     for task in ("task", "task.evaluation"):
         if Path(str(pairs.get(f"{task}.path"))).expanduser().exists():
             pairs.pop(f"{task}.revision", None)  # of a hub id alone
-    return {key: value for key, value in pairs.items() if key not in ADDED_LATER or value != ADDED_LATER[key]}
+    return {key: value for key, value in pairs.items() if not is_as_before(key, value)}
 
 
-def flat(config: dict, prefix: str = "") -> dict[str, object]:
-    """Returns nested keys joined by dots. An empty dict stays as a value: `model.lora: {}` says that LoRA is off."""
-    pairs: dict[str, object] = {}
-    for key, value in config.items():
-        pairs |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return pairs
+def without_later(value):
+    """Returns a group of keys without those of LATER_IN_GROUPS that are null, so that digests stay what they were."""
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if item is not None or key not in LATER_IN_GROUPS}
 
 
 def difference(old: dict, new: dict) -> list[str]:

@@ -33,6 +33,10 @@ group chosen as `GROUP=CHOICE`; the command line wins over a recipe (`experiment
 the folder of the sweep and `wait=false` returns once its jobs are queued ([runs.md](runs.md)). A choice that builds on
 another one, such as `gsm8k_tools` on `gsm8k`, lists here only what it changes.
 """
+WARM_START = """## A supervised warm start: `experiments/warm_start.py`
+
+It takes the groups `task` and `model` (by default `model=hub`, so that `model.name=` is enough), and
+"""
 PLAN = """## The planner: `experiments/plan.py`
 
 It takes the keys of a run, and beside them those of [conf/plan.yaml](../conf/plan.yaml), where `cards`,
@@ -60,6 +64,7 @@ def document() -> str:
         if keys and group != "experiment":  # a recipe sets the keys of a run
             parts.append(table(keys, prefix=group.replace("/", ".") + ".", files=files))
     parts += ["## The laboratory: `experiments/variance.py`\n", table(keys_of(CONF / "variance.yaml"))]
+    parts += [WARM_START, table(keys_of(CONF / "warm_start.yaml"))]
     parts += [PLAN, table([key for key in keys_of(CONF / "plan.yaml") if key.meaning])]
     return "\n".join(parts).rstrip() + "\n"
 

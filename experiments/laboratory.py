@@ -21,7 +21,7 @@ from transformers.trainer_utils import set_seed
 
 from experiments.command_line import CONF
 from experiments.laboratory_report import report
-from experiments.train import Inputs, checked_inputs, lora_config, quiet_libraries
+from experiments.train import Inputs, checked_inputs, lora_config, quiet_libraries, weights_folder
 from otb.errors import RunError
 from otb.exact_norms import trainable
 from otb.laboratory import workers
@@ -29,7 +29,7 @@ from otb.laboratory.estimators import Prompt, fitted
 from otb.laboratory.sampling import Sampler
 from otb.laboratory.scores import Measured
 from otb.options import refuse_generation
-from otb.policies.models import load_model, policy_folder
+from otb.policies.models import load_model
 
 REFERENCE = "energy_probe"  # unbiased, and independent of the rollouts it is measured on: its gradients are the truth
 ROLLOUTS_AT_ONCE = 512
@@ -96,7 +96,7 @@ def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
     if checkpoint is not None and not (Path(checkpoint) / "adapter_config.json").exists():
         base = checkpoint
     else:
-        base = policy_folder(cfg.model.name, task, dict(cfg.model.get("warm_start") or {}), steps.warm_start)
+        base = weights_folder(cfg, task, steps.warm_start)
         adapter = checkpoint
     if adapter is None and (lora := lora_config(cfg)) is not None:
         adapter = str(folder / "adapter")

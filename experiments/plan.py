@@ -9,15 +9,12 @@ what it assumes. docs/plan.md has the formulas, and how far they are from measur
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -32,6 +29,7 @@ from experiments.planning.step import Step
 from otb import baselines
 from otb.errors import RunError
 
+USUAL_CARD = "a100-80gb"
 OPEN = ("cards", "evaluation_prompts")  # sections of conf/plan.yaml that take new names
 WITHOUT_COST = ("-m", "--multirun", "sweep", "wait")  # arguments of a sweep that say nothing about what it needs
 
@@ -66,9 +64,10 @@ def plan(arguments: list[str]) -> tuple[list[Plan], DictConfig]:
     """
     arguments = [argument for argument in arguments if argument.split("=")[0] not in WITHOUT_COST]
     assumptions, arguments = split_arguments(arguments)
+    settings, plans = settings_of(arguments), []
+    assumptions.card = assumptions.card or settings[0].cfg.card or USUAL_CARD
     memory = card_of(assumptions).memory
-    plans = []
-    for setting in settings_of(arguments):
+    for setting in settings:
         step = step_of(setting.cfg, memory, prompt_tokens=assumptions.prompt_tokens)
         scores = {arm: needs_scores(setting.cfg, arm) for arm in setting.arms}
         runs = {arm: run_of(setting.cfg, assumptions, step, scores[arm]) for arm in setting.arms}
@@ -148,6 +147,7 @@ def check_elsewhere(cfg: DictConfig) -> None:
     checked = deepcopy(cfg)
     checked.parallel, checked.rollouts_by = {"name": "ddp", "trainer": {}}, {"name": "hf", "rows": None}
     checked.geometric_ratio_band = None  # it goes with vLLM alone
+    checked.card = None  # whether it fits is what the plan says
     check(checked, processes_of(cfg))
 
 

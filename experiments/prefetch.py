@@ -24,11 +24,12 @@ from otb.tasks.sources import ONLY, Source
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
-def fetch_model(hub_id: str, revision: str | None) -> str:
-    """Downloads weights, configuration and tokenizer. Returns a line that says where they lie."""
+def fetch_model(hub_id: str, revision: str | None, gguf_file: str | None = None) -> str:
+    """Downloads weights, configuration and tokenizer, or one GGUF file. Returns a line that says where they lie."""
     from huggingface_hub import snapshot_download
 
-    return f"model {hub_id}: " + snapshot_download(hub_id, revision=revision, allow_patterns=MODEL_FILES)
+    patterns = MODEL_FILES if gguf_file is None else [gguf_file]
+    return f"model {hub_id}: " + snapshot_download(hub_id, revision=revision, allow_patterns=patterns)
 
 
 def sources_of(task: str) -> list[Source]:
@@ -59,6 +60,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dataset-revision", metavar="REVISION", help="branch, tag or commit (task.revision)")
     parser.add_argument("--model", metavar="ID", help="hub id of a model, e.g. Qwen/Qwen2.5-7B (model.name)")
     parser.add_argument("--model-revision", metavar="REVISION", help="branch, tag or commit (model.revision)")
+    parser.add_argument("--gguf-file", metavar="NAME", help="of the model, instead of its weights (model.gguf_file)")
     parser.add_argument("--revision", help="the revision, where only a data set or only a model is fetched")
     options = parser.parse_args(arguments)
     if options.dataset is None and options.model is None and not options.task:
@@ -66,6 +68,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for option in ("config", "files"):
         if getattr(options, option) is not None and options.dataset is None:
             parser.error(f"--{option} {getattr(options, option)} belongs to a data set. Give --dataset ID too.")
+    if options.gguf_file is not None and options.model is None:
+        parser.error(f"--gguf-file {options.gguf_file} belongs to a model. Give --model ID too.")
     if options.revision is not None and options.dataset is not None and options.model is not None:
         parser.error(f"--revision {options.revision} could be either's. Give --dataset-revision or --model-revision.")
     try:
@@ -84,7 +88,8 @@ def fetches(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str
     for source in dict.fromkeys(Source(s.path, ONLY, s.config, s.revision, s.files) for s in sources):
         yield source.path, partial(fetch_rows, source)
     if options.model is not None:
-        yield options.model, partial(fetch_model, options.model, options.model_revision or options.revision)
+        revision = options.model_revision or options.revision
+        yield options.model, partial(fetch_model, options.model, revision, options.gguf_file)
 
 
 def main(arguments: list[str] | None = None) -> int:

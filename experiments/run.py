@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads on two shared cores make a step 4 times slower
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read at its import; else 40 lines run over the progress
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -23,7 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.build import opened_sandbox
 from experiments.checks import check
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
-from experiments.hardware import check_gpus, start_processes
+from experiments.environment import number_of_processes
+from experiments.hardware import check_gpus, check_this_machine, start_processes, starts_processes
 from experiments.identity import difference, run_path, short_name
 from experiments.run_lock import RunLock, restarts
 from experiments.sweeps.jobs import JobFile, sweep_arguments
@@ -48,7 +49,12 @@ def main(cfg: DictConfig) -> None:
     else:
         with refusals():
             check_gpus(cfg)
-            start_processes(cfg, __file__, sys.argv[1:])
+            if starts_processes(cfg):
+                check(cfg, cfg.gpus)  # what each of them would refuse, said once
+                check_this_machine(cfg)
+                if not cfg.overwrite:
+                    refuse_other_processes(RunDirectory(path), cfg, cfg.gpus)
+                start_processes(cfg, __file__, sys.argv[1:])
             check(cfg)
             run(cfg, path, command)
 
@@ -145,7 +151,26 @@ def step_finished(directory: RunDirectory, cfg: DictConfig) -> int:
             f"steps={cfg.steps} would continue a run of steps={old['steps']}, whose learning rate follows "
             f"{old['trainer']['lr_scheduler_type']} to its end. Use overwrite=true, or the constant schedule."
         )
+    refuse_other_processes(directory, cfg, int(os.environ.get("WORLD_SIZE", 1)))
     return 0
+
+
+def refuse_other_processes(directory: RunDirectory, cfg: DictConfig, processes: int) -> None:
+    """Raises RunError where the run would go on from a checkpoint that so many processes cannot go on from.
+
+    Every process draws its rollouts from a random state of its own, and shards are as many as the processes that wrote
+    them: another number would make another run, and transformers would begin with an empty optimizer without a word.
+    """
+    if not directory.config_file.exists() or not (step := max(directory.checkpoint_steps(), default=0)):
+        return
+    sharding = OmegaConf.select(OmegaConf.load(directory.config_file), "parallel.name") or "ddp"
+    written_by = number_of_processes(directory) or processes
+    if (written_by, sharding) != (processes, cfg.parallel.name):
+        raise RunError(
+            f"{directory.path} is at step {step} with {written_by} processes and parallel={sharding}, and would go on "
+            f"with {processes} and parallel={cfg.parallel.name}. A run keeps its processes, and how they share the "
+            f"policy. Use gpus={written_by} parallel={sharding} (on SLURM as many tasks), or overwrite=true."
+        )
 
 
 def create(directory: RunDirectory) -> None:

@@ -16,17 +16,19 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
 from experiments import trackers
 from experiments.build import build
 from experiments.data import Rows, load_rows, provenance, told_by_the_first
 from experiments.environment import describe
-from experiments.hardware import grpo_options
+from experiments.hardware import emulated_bfloat16, grpo_options, sampled_source
+from experiments.planning.fit import refuse_if_it_cannot_fit
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
+from experiments.threads import use_threads
 from otb.errors import RunError
 from otb.options import batches
 from otb.policies.models import (
@@ -58,11 +60,16 @@ def train(
     """
     quiet_libraries()
     make_deterministic(cfg.deterministic)
+    if cfg.card is None and torch.cuda.is_available() and not cfg.trainer.get("use_cpu"):
+        refuse_if_it_cannot_fit(
+            cfg, torch.cuda.get_device_properties(0).total_memory, int(os.environ.get("WORLD_SIZE", 1))
+        )
     arguments = trainer_config(cfg, directory)  # starts the process group of a run of several
     inputs = checked_inputs(cfg, sandbox)
     add_limits(arguments, cfg, inputs)
-    folder = policy_folder(cfg.model.name, inputs.task, dict(cfg.model.get("warm_start") or {}), progress.warm_start)
+    folder = weights_folder(cfg, inputs.task, progress.warm_start)
     resume_step = step_to_resume(directory)
+    progress.note(emulated_bfloat16(cfg.model.dtype, arguments.use_cpu))
     if arguments.process_index == 0:
         trackers.prepare(arguments.report_to, directory)
         note_start(cfg, directory, command, inputs, folder)
@@ -88,12 +95,14 @@ def build_trainer(
 ) -> RunTrainer:
     """Loads the weights from `folder` and puts everything together. Raises RunError where they cannot be loaded."""
     set_seed(cfg.seed)  # LoRA's initial weights
-    model = load_model(folder, cfg.model.revision, weights_dtype(cfg))
+    model = load_model(sampled_source(cfg, folder), cfg.model.revision, weights_dtype(cfg))
     try:
         trainer = _trainer(cfg, model, inputs, arguments, directory, lock, progress)
     except (ImportError, ValueError, ConnectionError) as error:  # what TRL and vLLM refuse
         lines = str(error).strip().splitlines() or [""]
         raise RunError(f"the trainer cannot be built: {type(error).__name__}: {' '.join(lines[:3])}") from error
+    for adapter in getattr(trainer.model, "peft_config", {}).values():
+        adapter.base_model_name_or_path = folder  # not a copy on this machine
     trainer.remove_callback(transformers.PrinterCallback)  # it prints every row; `progress` is shown instead
     return trainer
 
@@ -149,7 +158,9 @@ def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
     Rows are checked by the first process alone; the others read them when it is done, from the caches that it made.
     """
     task = build(cfg, "task")
-    tokenizer, model_config = describe_policy(cfg.model.name, cfg.model.revision, cfg.model.get("chat_template"))
+    tokenizer, model_config = described(cfg)
+    if "threads" in cfg:  # else it has processes of its own (experiments/laboratory.py)
+        use_threads(cfg.threads, model_config)
     environment = None if sandbox is None else partial(task.environment, sandbox)
     tools = None if environment is None else [environment().python]
     if tools:
@@ -166,6 +177,19 @@ def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
     if lora is not None:
         check_lora_targets(lora, model_config)
     return Inputs(task, rows(), tokenizer, environment, lora, longest)
+
+
+def described(cfg: DictConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Returns tokenizer and configuration of the policy in `cfg.model`, by `describe_policy`."""
+    model = cfg.model
+    return describe_policy(model.name, model.revision, model.get("chat_template"), model.get("gguf_file"))
+
+
+def weights_folder(cfg: DictConfig, task, progress: Callable[[int, int, float], None]) -> str:
+    """Returns folder or hub id of the weights of `cfg.model`, by `policy_folder`. progress: of the tiny warm start."""
+    model = cfg.model
+    recipe = dict(model.get("warm_start") or {})
+    return policy_folder(model.name, task, recipe, progress, model.revision, model.get("gguf_file"))
 
 
 def note_start(cfg: DictConfig, directory: RunDirectory, command: list[str], inputs: Inputs, folder: str) -> None:

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,12 +23,13 @@ from omegaconf import DictConfig, OmegaConf
 from experiments import checks
 from experiments.build import opened_sandbox
 from experiments.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
+from experiments.identity import without_later
 from experiments.run_lock import RunLock
 from otb.errors import RunError
 from otb.files import sha256_of
 from otb.records import write_atomically
 
-PATHS = ("checkpoint", "run", "model.name")  # keys whose value may be the folder of a run or of its checkpoint
+PATHS = ("checkpoint", "run", "model.name", "output")  # keys whose value may be a folder with = in its name
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
 SMALLEST = {  # of the keys that are whole numbers
@@ -110,7 +108,8 @@ def estimators(cfg: DictConfig) -> list[str]:
 
 def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
     """Returns runs_dir/variance/TASK-MODEL[-STEP]-DIGEST, the digest of all that a stored measurement depends on."""
-    identity = {key: OmegaConf.to_container(cfg, resolve=True)[key] for key in MEASUREMENT}
+    config = OmegaConf.to_container(cfg, resolve=True)
+    identity = {key: without_later(config[key]) for key in MEASUREMENT}
     if cfg.checkpoint is not None:  # by its weights: the same path may hold another policy after overwrite=true
         identity["checkpoint"] = weights_digest(Path(cfg.checkpoint).expanduser())
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]

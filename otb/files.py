@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,20 @@ def whole(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # the folder itself may be what cannot be written
             aside.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `path` to write into; it becomes `path`, which must not exist, when the block ends.
+
+    Its files are on the disk before it does. A killed call leaves `path` absent; the next one clears what it wrote.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    sync_tree(partial)
+    partial.rename(path)
 
 
 def sync_file(path: Path) -> None:

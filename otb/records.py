@@ -132,6 +132,8 @@ WHERE_AND_HOW = (
     "max_prompt_length",
     "sandbox.workers",
     "gpus",
+    "card",
+    "threads",
     "parallel",
     "rollouts_by.rows",
     "rollouts_by.tensor_parallel",
@@ -151,7 +153,9 @@ ADDED_LATER = {
     "evaluation.tasks": None,
     "geometric_ratio_band": None,
     "model.chat_template": None,
+    "model.gguf_file": None,
     "rollouts_by.name": "hf",
+    "task.instruction": None,
     "task.files": "simplelr_qwen_level3to5/train.parquet",  # of math_lvl3to5, which was read from a local folder alone
     "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use
     "trainer.vllm_importance_sampling_mode": "token_truncate",
@@ -165,6 +169,11 @@ TIME_AND_MEMORY = frozenset(
 def is_one_of(key: str, names: tuple[str, ...]) -> bool:
     """Tells whether a dotted configuration key is one of `names`, or lies below one of them."""
     return any(key == name or key.startswith(name + ".") for name in names)
+
+
+def is_as_before(key: str, value: object) -> bool:
+    """Tells whether a key of ADDED_LATER has the value with which runs from before it were made."""
+    return key in ADDED_LATER and value == ADDED_LATER[key]
 
 
 def flatten(config: dict, prefix: str = "") -> dict:

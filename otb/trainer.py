@@ -144,6 +144,7 @@ class OTBTrainer(GRPOTrainer):
         # What the hooks of one step leave for those that follow; see the order above.
         self._scoring = False  # whether no-grad passes are to return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
+        self._log_probs: Tensor | None = None  # (B, C) of the policy that sampled; None where no pass was made
         self._rewards_per_function: Tensor | None = None  # (P * G, reward functions), of all processes
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         self._seconds: dict[str, float] = {}  # part of the step -> time spent in it
@@ -292,6 +293,8 @@ class OTBTrainer(GRPOTrainer):
             measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
         elif self._needs_score_norms:
             probabilities = self._probabilities(output)
+        passed = "hidden_states" in self._needs or self._needs_score_norms
+        self._log_probs = probabilities[0] if passed else output.get("old_per_token_logps")
         if self._needs_score_norms:
             measured["score_norms"] = own.pack(proxy(output, *probabilities))
         for name in sorted(self._needs & EXACT_NORMS):

@@ -10,7 +10,16 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import pytest
 
 # The longest first, so that at the end no worker waits for one of them: SLURM's mostly waits, the others compute.
-FIRST = ("test_slurm", "test_run", "test_resume", "test_run_states", "test_distributed", "test_local_sweep")
+FIRST = (
+    "test_slurm",
+    "test_vllm",
+    "test_run",
+    "test_resume",
+    "test_run_states",
+    "test_sharded_runs",
+    "test_distributed",
+    "test_local_sweep",
+)
 # Files whose tests need no costly fixture of their module: each test may go to whichever worker is free.
 DIVISIBLE = ("test_resume", "test_analysis_report", "test_grading")
 
@@ -60,6 +69,16 @@ def shared() -> Path:
     if "OTB_SHARED" not in os.environ:
         pytest.skip("OTB_SHARED names no folder with reference vectors and datasets")
     return Path(os.environ["OTB_SHARED"])
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """Python of an environment with vLLM for CPUs and DeepSpeed, which tests/vllm_environment.sh makes."""
+    if "OTB_VLLM_ENV" not in os.environ:
+        pytest.skip("OTB_VLLM_ENV names no environment with vLLM and DeepSpeed; tests/vllm_environment.sh makes one")
+    python = Path(os.environ["OTB_VLLM_ENV"]) / "bin" / "python"
+    assert python.exists(), f"{python} is missing: run tests/vllm_environment.sh"
+    return str(python.absolute())
 
 
 @pytest.fixture(scope="session")

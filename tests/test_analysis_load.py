@@ -204,6 +204,17 @@ def test_other_commits_are_marked_and_used(tmp_path):
     assert loaded.used.seed.nunique() == 2 and "made at 2 commits" in loaded.warnings[0]
 
 
+def test_a_run_from_before_a_key_shares_the_setting_of_one_that_has_its_default(tmp_path):
+    write_run(tmp_path, seed=0)
+    write_run(tmp_path, seed=1, changes={"rollouts_by": {"name": "hf"}, "geometric_ratio_band": None})
+    runs = load(tmp_path).runs
+    assert runs.setting.nunique() == 1 and setting_differences(runs) == {}
+    write_run(tmp_path, seed=2, changes={"rollouts_by": {"name": "vllm"}})
+    runs = load(tmp_path).runs
+    assert runs.setting.nunique() == 2
+    assert setting_differences(runs) == {"rollouts_by.name": ["None", "vllm"]}
+
+
 def test_settings_are_never_mixed(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", seed=1, changes={"learning_rate": 0.01, "runs_dir": "elsewhere"})

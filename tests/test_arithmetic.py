@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from statistics import mean, pstdev
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 
+from experiments.build import build
 from otb.policies.tiny_policy import build_tokenizer
 from otb.tasks.arithmetic import Arithmetic, boxed_integer, running_totals
+from tests.support.commands import ROOT
 
 
 def says(*contents) -> list[dict]:
@@ -107,7 +111,33 @@ def test_wrong_demonstrations_ramble_and_all_fit_the_length_limit_but_a_few():
 def test_yaml_holds_the_defaults_of_the_signature():
     values = yaml.safe_load((Path(__file__).parent.parent / "conf/task/arithmetic.yaml").read_text())
     assert values.pop("_target_") == "otb.tasks.arithmetic.Arithmetic"
+    assert values.pop("instruction").startswith("${unless_tiny:")
+    values["instruction"] = None  # that of model=tiny
     assert values == {name: p.default for name, p in inspect.signature(Arithmetic).parameters.items()}
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "arithmetic_tools"])
+def test_models_other_than_the_tiny_one_are_told_what_a_sum_asks_for(task):
+    """The tiny policy's prompts are the bare sums that they always were; a run and its evaluation agree."""
+    tasks = {}
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        for model in ("tiny", "smollm2-135m"):
+            for command in ("config", "evaluate", "variance"):
+                tasks[model, command] = build(compose(command, [f"model={model}", f"task={task}"]), "task")
+        none = build(compose("config", ["model=smollm2-135m", f"task={task}", "task.instruction=null"]), "task")
+    tiny, told = tasks["tiny", "config"], tasks["smollm2-135m", "config"]
+    assert tiny == tasks["tiny", "evaluate"] == none and told == tasks["smollm2-135m", "evaluate"]
+    assert tiny == tasks["tiny", "variance"] and told == tasks["smollm2-135m", "variance"]
+    pairs = list(zip(tiny.eval_dataset(), told.eval_dataset(), strict=True))
+    assert all(re.fullmatch(r"\d([+-]\d){2,3}", bare["prompt"][-1]["content"]) for bare, _ in pairs)
+    for bare, with_instruction in pairs:
+        (message,), (longer,) = bare["prompt"], with_instruction["prompt"]
+        assert longer["content"] == f"{message['content']}\n\n{told.instruction}"
+        assert bare["answer"] == with_instruction["answer"]
+    assert told.instruction.endswith("put the total into \\boxed{}.")
+    (bare,), (longer,) = tiny.demonstrations(0, 1), told.demonstrations(0, 1)
+    assert [message for message in bare if message["role"] != "user"] == [m for m in longer if m["role"] != "user"]
+    assert [m["content"] for m in longer if m["role"] == "user"][0].endswith(told.instruction)
 
 
 @pytest.mark.parametrize("key", ["train_prompts", "eval_prompts"])

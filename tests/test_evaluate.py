@@ -170,14 +170,9 @@ def test_a_second_command_is_refused_while_the_first_one_writes(policy, tmp_path
 def test_two_processes_draw_what_one_draws(uninterrupted, policy, tmp_path):
     """Three batches: the second process draws the last one for nothing."""
     expected, _ = uninterrupted
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "experiments" / "evaluate.py"), *arguments(tmp_path, policy)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("avg@4") == 1
+    first, second = commands.run_together(arguments(tmp_path, policy), tmp_path / "log", script="evaluate")
+    assert first[0] == second[0] == 0, first[1] + second[1]
+    assert first[1].count("avg@4") == 1 and "avg@4" not in second[1]
     assert_same_samples(the_evaluation(tmp_path), expected)
 
 

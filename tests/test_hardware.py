@@ -1,13 +1,18 @@
 """What cannot work on these processes, GPUs or samplers is refused before anything loads, with value, rule and fix."""
 
+import os
 import re
 
 import pytest
+from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from experiments import hardware
 from experiments.checks import check
+from experiments.run import refuse_other_processes
 from otb.errors import RunError
+from otb.records import RunDirectory
+from tests.support.commands import run_light
 from tests.test_recipes import composed
 
 
@@ -111,3 +116,98 @@ def test_vllm_gets_the_context_that_the_task_needs_and_the_tokens_that_end_a_tur
     assert hardware.grpo_options(composed(), 300, [7]) == {}
     sharding = hardware.grpo_options(composed("parallel=fsdp2"), 300, [7])
     assert sharding == OmegaConf.to_container(composed("parallel=fsdp2").parallel.trainer)
+
+
+def test_what_the_processes_would_refuse_is_said_once_before_they_start(tmp_path):
+    given = ["gpus=2", "trainer.use_cpu=true", "parallel=fsdp2", "baseline=otb_exact", f"runs_dir={tmp_path}"]
+    done = run_light(given)
+    assert (done.returncode, done.stderr.count("error: ")) == (2, 1)
+    assert "reads whole gradients" in done.stderr
+
+
+def test_the_form_of_several_nodes_asks_slurm_for_a_process_per_gpu_on_each(tmp_path):
+    programs = {"sbatch": "echo Submitted batch job 7", "srun": "exit 1", "squeue": "exit 1", "scontrol": "exit 1"}
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    given = ["-m", "hydra/launcher=slurm_nodes", "hydra.launcher.nodes=4", "wait=false", "sweep=large"]
+    given += [f"runs_dir={tmp_path}", "parallel=fsdp2", "model=qwen2.5-7b", "task=gsm8k"]
+    done = run_light(given, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert "1 of 1 runs sent as job 7" in done.stdout, done.stdout + done.stderr
+    (sent,) = (tmp_path / "large" / "logs").glob("*_submission.sh")
+    assert {
+        "#SBATCH --nodes=4",
+        "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --mem=512GB",
+        "#SBATCH --signal=USR2@1800",
+    } <= set(sent.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "says"),
+    [
+        (2, (), None),
+        (4, (), "is at step 6 with 2 processes and parallel=ddp, and would go on with 4 and parallel=ddp"),
+        (2, ("parallel=zero3",), "would go on with 2 and parallel=zero3"),
+    ],
+)
+def test_a_run_goes_on_with_the_processes_and_the_sharding_of_its_checkpoint(tmp_path, processes, overrides, says):
+    directory = RunDirectory(tmp_path)
+    directory.checkpoint(6).mkdir(parents=True)
+    OmegaConf.save(composed(), directory.config_file)
+    directory.environment_file.write_text('{"processes": 2}')
+    if says is None:
+        return refuse_other_processes(directory, composed(*overrides), processes)
+    with pytest.raises(RunError, match=re.escape(says)) as refused:
+        refuse_other_processes(directory, composed(*overrides), processes)
+    assert "Use gpus=2 parallel=ddp (on SLURM as many tasks), or overwrite=true" in str(refused.value)
+
+
+def test_a_run_without_a_checkpoint_may_begin_anew_with_other_processes(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.checkpoints.mkdir()
+    OmegaConf.save(composed(), directory.config_file)
+    directory.environment_file.write_text('{"processes": 2}')
+    refuse_other_processes(directory, composed("parallel=fsdp2"), 8)
+    directory.checkpoint(2).mkdir()
+    directory.environment_file.write_text("{}")  # of a version that did not note the processes
+    refuse_other_processes(directory, composed(), 8)
+
+
+def test_vllm_in_the_processes_loads_the_revision_from_a_copy_of_it(tmp_path, monkeypatch):
+    """TRL tells vLLM a name alone, and of a name vLLM would take the newest revision."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for commit, branch in (("1" * 40, "main"), ("2" * 40, "v1")):
+        snapshot = tmp_path / "models--someone--model" / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        reference = tmp_path / "models--someone--model" / "refs" / branch
+        reference.parent.mkdir(exist_ok=True)
+        reference.write_text(commit)
+    cfg = composed("rollouts_by=vllm", "model=hub", "model.name=someone/model", "model.revision=v1")
+    assert hardware.sampled_source(cfg, "someone/model") == str(snapshot)
+    assert hardware.sampled_source(cfg, str(tmp_path)) == str(tmp_path)  # a folder has no revisions
+    assert hardware.sampled_source(composed("model.revision=v1"), "someone/model") == "someone/model"
+    assert hardware.sampled_source(composed("rollouts_by=vllm"), "someone/model") == "someone/model"
+    cfg.model.revision = "v2"
+    with pytest.raises(RunError, match="python -m otb.prefetch --model someone/model --revision v2"):
+        hardware.sampled_source(cfg, "someone/model")
+
+
+@pytest.mark.parametrize(
+    ("flags", "emulated"),
+    [
+        ("fma avx512f avx512_bf16", False),
+        ("fma avx512f avx2", True),
+        ("fp asimd bf16", False),
+        ("amx_tile amx_bf16", False),
+    ],
+)
+def test_bfloat16_that_the_processor_only_emulates_is_said_and_not_changed(tmp_path, monkeypatch, flags, emulated):
+    monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")
+    assert hardware.emulated_bfloat16("bfloat16", on_cpu=True) == ""  # nothing is known
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    assert bool(hardware.emulated_bfloat16("bfloat16", on_cpu=True)) == emulated
+    assert hardware.emulated_bfloat16("bfloat16", on_cpu=False) == hardware.emulated_bfloat16("float32", True) == ""

@@ -101,6 +101,7 @@ def test_a_wheel_holds_every_data_file(package):
 # ---- the imports
 
 
+@cache
 def imported(file: Path, at_any_depth: bool = True) -> set[str]:
     """Modules that a file imports, `from a import b` as a and a.b; imports for type checkers alone are left out."""
     body = ast.parse(file.read_text(encoding="utf8")).body
@@ -115,10 +116,13 @@ def imported(file: Path, at_any_depth: bool = True) -> set[str]:
     return modules
 
 
+installed_modules = cache(packages_distributions)  # half a second each
+
+
 def distributions(modules: Iterable[str]) -> set[str]:
     """The distributions that modules come from; none for those of this project and of Python itself."""
     top = {module.split(".")[0] for module in modules} - OWN
-    return {canonicalize_name(name) for module in top for name in set(packages_distributions().get(module, ()))}
+    return {canonicalize_name(name) for module in top for name in set(installed_modules().get(module, ()))}
 
 
 def source(module: str) -> Path | None:

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from experiments.checks import check
 from experiments.plan import each_run, plan
 from experiments.planning.architectures import FOLDER, Architecture, architecture_of
 from experiments.planning.costs import Card, Rates, Run, disk, forward_flops, hours, response_tokens
-from experiments.planning.fit import refuse_if_it_cannot_fit, step_of, why_not
+from experiments.planning.fit import refuse_if_it_cannot_fit, step_of, vllm_share, why_not
 from experiments.planning.memory import moments, peak, state
 from experiments.planning.memory_parts import (
     buckets,
@@ -274,7 +276,7 @@ def test_refusal_says_what_is_needed_and_what_would_fit():
 
 def test_refusal_names_the_share_that_vllm_needs():
     cfg = run_of_the_paper(model__name="Qwen/Qwen3-14B-Base")
-    with pytest.raises(RunError, match=r"memory_share=0.3 of 80 GB .* \(29.5 GB a GPU\) .* leaves 0.65"):
+    with pytest.raises(RunError, match=r"memory_share=0.3 of 80 GB .* \(29.5 GB a GPU\) .* leaves 0.65\. Use"):
         refuse_if_it_cannot_fit(cfg, 80e9)
 
 
@@ -284,6 +286,51 @@ def test_runs_that_fit_and_models_that_are_not_known_are_not_refused():
     refuse_if_it_cannot_fit(run_of_the_paper(model__rollouts_per_forward=4), 80e9)
     refuse_if_it_cannot_fit(run_of_the_paper(model__lora={"r": 32}, model__rollouts_per_forward=4), 80e9)
     refuse_if_it_cannot_fit(run_of_the_paper(model__name="OWNER/NAME"), 80e9)
+
+
+def test_vllm_gets_what_the_trainer_leaves_of_the_gpu():
+    """Where it sleeps, of the moment of sampling; else of every moment. A tenth of the GPU stays free."""
+    asleep, awake = (
+        run_of_the_paper(rollouts_by__memory_share=None, rollouts_by__sleep=sleep, model__rollouts_per_forward=2)
+        for sleep in (True, False)
+    )
+    for cfg in (asleep, awake):
+        step = step_of(cfg, 80e9)
+        held = moments(replace(step, memory_share=0.0))
+        beside = (
+            sum(held["sampling"].values()) if cfg is asleep else max(sum(parts.values()) for parts in held.values())
+        )
+        assert vllm_share(cfg, 80e9) == step.memory_share
+        assert 0 <= 0.9 - beside / 80e9 - step.memory_share < 0.05
+    assert (vllm_share(asleep, 80e9), vllm_share(run_of_the_paper(), 80e9)) == (0.7, 0.3)
+    assert vllm_share(asleep, None) == 0.3  # no GPU is known
+    unknown = run_of_the_paper(model__name="OWNER/NAME", rollouts_by__memory_share=None)
+    assert vllm_share(unknown, 80e9) == 0.3
+    del asleep["prompts_per_step"]  # an evaluation: 15.2 GB of weights in bfloat16
+    assert (vllm_share(asleep, 80e9), vllm_share(asleep, 24e9)) == (0.7, 0.25)
+
+
+def test_a_run_is_refused_only_above_the_error_of_the_formulas():
+    cfg = run_of_the_paper(parallel={"name": "ddp"})
+    refuse_if_it_cannot_fit(cfg, 194e9)  # 212 needed, and a tenth more than 194 is 213
+    with pytest.raises(RunError, match="needs 212 GB"):
+        refuse_if_it_cannot_fit(cfg, 192e9)
+
+
+def test_a_card_is_checked_before_anything_is_loaded_or_submitted():
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        fits = compose("config", ["model=qwen2.5-0.5b", "task=gsm8k", "card=l4-24gb"])
+        large = compose("config", ["model=qwen2.5-7b", "task=gsm8k", "card=l4-24gb"])
+        unknown = compose("config", ["card=l4"])
+    for cfg, reason in (
+        (large, r"needs \d+ GB a GPU .* the card has 24.* Or card=null"),
+        (unknown, "card=l4 is no GPU of conf/plan.yaml. Known: a100-40gb"),
+    ):
+        with pytest.raises(RunError, match=reason):
+            check(cfg)
+    check(fits)
+    large.card = None
+    check(large)
 
 
 def test_reserve_counts_when_a_fit_is_asked_for():

@@ -4,11 +4,13 @@ import re
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from experiments import hardware
-from experiments.checks import check
+from experiments.sweeps.plan import plan
 from hydra_plugins.otb_launchers import Sweeper
 from tests.support.commands import ROOT
 
@@ -70,11 +72,12 @@ def test_the_command_line_wins_over_every_plain_value_of_a_recipe(recipe):
 def test_every_run_of_a_recipe_would_start(recipe, monkeypatch):
     installed = hardware.importlib.util.find_spec  # where the recipe runs vLLM is there; here it may not be
     monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: name == "vllm" or installed(name))
-    cfg = composed(f"experiment={recipe}")
-    processes = cfg.gpus or 1
-    runs = runs_of(cfg)
-    for overrides in runs:
-        check(composed(f"experiment={recipe}", *overrides), processes)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        sweep = loader.load_configuration("config", [f"experiment={recipe}"], RunMode.MULTIRUN)
+        runs = runs_of(sweep)
+        jobs = plan(loader, sweep, [[f"experiment={recipe}", *run] for run in runs], sweep.gpus or 1)
+    assert [job.error for job in jobs] == [None] * len(runs)
     stated = re.search(r"(\d+) runs", RECIPES[recipe].read_text())
     assert stated is None or int(stated[1]) == len(runs)
 

@@ -74,7 +74,8 @@ def test_a_mix_of_good_and_hostile_programs_leaves_nothing_behind():
             for (program, statuses), result in run_mixed(sandbox, draw.choices(PROGRAMS, weights, k=50)):
                 assert result.status in statuses.split(), (program, result)
             assert [parts[0], *descendants(parts[0])] == parts
-            wait_for(lambda: descriptors() == before)  # the broker answers before it closes what was the call's
+            # The broker answers before it closes what was the call's. Fewer: this process collects others' garbage.
+            wait_for(lambda: all(now <= then for now, then in zip(descriptors(), before, strict=True)))
             if done >= 100:  # the first calls fill caches
                 memory.append(proportional_bytes(parts))
     assert len(parts) == 4 and not set(parts) & set(descendants(os.getpid()))

@@ -1,66 +1,100 @@
-"""A run that FSDP2 shards over two processes: killed and resumed it is the uninterrupted one; its best can be read."""
+"""A run that is sharded over two processes: killed and resumed it is the uninterrupted one; its best can be read.
+
+Two random kills in the suite; OTB_SOAK_KILLS=10 python -m pytest tests/test_sharded_runs.py -k random is the long form.
+"""
 
 import os
-import subprocess
-import sys
+import random
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.run_trainer import RESUME_FILES
-from tests.support.commands import ROOT, arguments, the_run, without_times
+from tests.support.commands import arguments, rows, the_run, without_times
 from tests.support.holds import Hold
-from tests.support.waiting import PATIENCE_SECONDS, wait_for
+from tests.support.ranks import Ranks
+from tests.support.waiting import wait_for
+
+KILLS = int(os.environ.get("OTB_SOAK_KILLS", 2))
+FSDP2, ZERO3 = ["parallel=fsdp2", "model.dtype=bfloat16"], ["parallel=zero3", "model.dtype=bfloat16"]
+ONE_FILE = "parallel.trainer.fsdp_config.state_dict_type=FULL_STATE_DICT"
+RUNS = {
+    "fsdp2": FSDP2,
+    "fsdp2 in one file, lora": [*FSDP2, ONE_FILE, "model.lora.r=4"],
+    "zero3": ZERO3,
+    "zero3, lora": [*ZERO3, "model.lora.r=4"],
+}
 
 
-def start(given, log, **environment):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.support.sharded_run", *given, "parallel=fsdp2", "model.dtype=bfloat16"]
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    with open(log, "ab") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output)
-
-
-def run(given, log):
-    process = start(given, log)
-    assert process.wait(PATIENCE_SECONDS) == 0, log.read_text()[-3000:]
-
-
-@pytest.fixture(scope="module")
-def two_runs(policy, tmp_path_factory):
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.needs_vllm if "zero3" in name else ()) for name in RUNS],
+)
+def two_runs(request, policy, tmp_path_factory):
     """Run directories of a run that was left alone, and of one that was killed after its third step."""
-    folder = tmp_path_factory.mktemp("sharded")
-    run(arguments(folder / "whole", model__name=policy), folder / "log")
-    given = arguments(folder / "killed", model__name=policy)
+    folder, kind = tmp_path_factory.mktemp("runs"), request.param[:5]
+    python = request.getfixturevalue("vllm_python") if kind == "zero3" else None
+
+    def start(name, **environment):
+        given = [*arguments(folder / name, model__name=policy), *RUNS[request.param]]
+        return Ranks(kind, given, folder / f"{name}.log", python, **environment)
+
+    whole = start("whole")
+    assert whole.join(), whole.printed()[-3000:]
     hold = Hold(folder / "hold", "row 3")
-    process = start(given, folder / "killed.log", **hold.environment)
-    wait_for(hold.held, process)
-    for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-        one.kill()
-    process.wait()
-    run(given, folder / "killed.log")
+    killed = start("killed", **hold.environment)
+    wait_for(hold.held, killed.processes[0])
+    killed.kill()
+    resumed = start("killed")
+    assert resumed.join(), resumed.printed()[-3000:]
     return folder
+
+
+def assert_same(killed, whole):
+    """Metrics, evaluations and final weights are equal."""
+    for file in ("metrics.jsonl", "evaluations.jsonl"):
+        assert without_times(killed / file) == without_times(whole / file)
+    files = [file for run in (whole, killed) for file in run.glob("checkpoints/step-00000006/*.safetensors")]
+    weights = [load_file(file) for file in files]
+    assert len(weights) == 2 and all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_killed_sharded_run_ends_as_the_uninterrupted_one(two_runs):
     whole, killed = the_run(two_runs / "whole"), the_run(two_runs / "killed")
-    assert (killed / "discarded.jsonl").exists()  # the third row, written before the kill and once more after it
-    for file in ("metrics.jsonl", "evaluations.jsonl"):
-        assert without_times(killed / file) == without_times(whole / file)
-    weights = [load_file(run / "checkpoints" / "step-00000006" / "model.safetensors") for run in (whole, killed)]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert rows(killed / "discarded.jsonl")  # the third row, written before the kill and once more after it
+    assert_same(killed, whole)
 
 
 def test_best_checkpoint_of_a_sharded_run_is_a_policy_and_nothing_else(two_runs):
     checkpoints = the_run(two_runs / "whole") / "checkpoints"
     best, last = min(checkpoints.iterdir()), max(checkpoints.iterdir())
     assert best != last
-    assert not [path for pattern in RESUME_FILES for path in best.glob(pattern)]
     assert [path for pattern in RESUME_FILES for path in last.glob(pattern)]
-    assert len(list(best.glob("*.safetensors"))) == 1
+    names = {path.name for path in best.iterdir()} - {"training_args.bin", "README.md"}
+    whole = {"model.safetensors", "config.json", "generation_config.json"}
+    adapter = {"adapter_model.safetensors", "adapter_config.json"}
+    text = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+    assert names - text - {"trainer_state.json"} == (adapter if names & adapter else whole) and text < names
     model, tokenizer = AutoModelForCausalLM.from_pretrained(best), AutoTokenizer.from_pretrained(best)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1 ?"}], return_tensors="pt", return_dict=True)
     assert torch.isfinite(model(**ids).logits).all()
+
+
+@pytest.mark.parametrize("two_runs", ["fsdp2"], indirect=True)
+def test_sharded_run_killed_at_random_moments_ends_as_the_uninterrupted_one(two_runs, policy, tmp_path):
+    """A process is killed after a random part of its own time, that of the processor; the other one ends with it."""
+    moments, kills, finished = random.Random(1), 0, 0
+    whole = min(float(file.read_text()) for file in two_runs.glob("whole.log.cpu_seconds.*"))
+    while kills < KILLS:
+        given = [*arguments(tmp_path / f"runs{finished}", model__name=policy), *FSDP2]
+        while True:
+            killed_after = {moments.randrange(2): moments.uniform(0.0, whole)} if kills < KILLS else None
+            ranks = Ranks("fsdp2", given, tmp_path / "log", killed_after=killed_after)
+            if ranks.join():
+                break
+            assert killed_after, ranks.printed()[-3000:]
+            kills += 1
+        assert_same(the_run(tmp_path / f"runs{finished}"), the_run(two_runs / "whole"))
+        finished += 1

@@ -1,4 +1,4 @@
-"""FSDP2 over two gloo processes trains like plain data parallelism, and keeps log-probs in float32 under bfloat16."""
+"""FSDP2 and ZeRO-3 on two gloo processes train like plain data parallelism; log-probs stay float32 under bfloat16."""
 
 import json
 import os
@@ -15,24 +15,27 @@ from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 ROOT = Path(__file__).resolve().parent.parent
 
 
-BFLOAT16 = {"fsdp2": True, "bf16": True}
-LORA = {"lora": True, "weights": "bfloat16"}
-TRAININGS = {
-    "plain": {},
-    "fsdp2": {"fsdp2": True},
-    "whole, extra pass": BFLOAT16,
-    "whole, pass of TRL": BFLOAT16 | {"num_iterations": 2},
-    "lora, extra pass": BFLOAT16 | LORA,
-    "lora, pass of TRL": BFLOAT16 | LORA | {"num_iterations": 2},
-}
+def trainings(parallel):
+    """Options of tests/support/sharded_worker.py by name."""
+    bfloat16 = {"parallel": parallel, "bf16": True}
+    lora = {"lora": True, "weights": "bfloat16"}
+    return {
+        "plain": {},
+        "sharded": {"parallel": parallel},
+        "whole, extra pass": bfloat16,
+        "whole, pass of TRL": bfloat16 | {"num_iterations": 2},
+        "lora, extra pass": bfloat16 | lora,
+        "lora, pass of TRL": bfloat16 | lora | {"num_iterations": 2},
+    }
 
 
-@pytest.fixture(scope="module")
-def written(policy, tmp_path_factory):
-    """The folder in which both processes wrote what each of TRAININGS gave them."""
+@pytest.fixture(scope="module", params=["fsdp2", pytest.param("zero3", marks=pytest.mark.needs_vllm)])
+def written(request, policy, tmp_path_factory):
+    """The folder in which both processes wrote what each of the trainings gave them."""
+    python = request.getfixturevalue("vllm_python") if request.param == "zero3" else sys.executable
     folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.support.sharded_worker", str(policy), str(folder), json.dumps(TRAININGS)]
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.support.sharded_worker", str(policy), str(folder), json.dumps(trainings(request.param))]
     ended = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
@@ -56,8 +59,8 @@ def recomputed(policy, batch):
     return log_probs * mask, logit_gradient_proxy(log_probs, log_sum_squared_probs(logits)) * mask
 
 
-def test_fsdp2_trains_as_plain_data_parallelism_does(written):
-    plain, sharded = both_ranks(written, "plain"), both_ranks(written, "fsdp2")
+def test_sharded_training_is_that_of_plain_data_parallelism(written):
+    plain, sharded = both_ranks(written, "plain"), both_ranks(written, "sharded")
     for rank in (0, 1):
         for mine, its in zip(plain[rank]["batches"], sharded[rank]["batches"], strict=True):
             assert mine["sharded"] == 0 and its["sharded"] > 30
@@ -67,14 +70,15 @@ def test_fsdp2_trains_as_plain_data_parallelism_does(written):
     for mine, its in zip(plain[0]["log"][:2], sharded[0]["log"][:2], strict=True):
         assert its["loss"] == pytest.approx(mine["loss"], rel=1e-4)
         assert its["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
-    weights = torch.load(written / "fsdp2-weights.pt")
+    weights = torch.load(written / "sharded-weights.pt")
     for name, value in torch.load(written / "plain-weights.pt").items():
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("training", [name for name in TRAININGS if "pass" in name])
-def test_fsdp2_in_bfloat16_keeps_log_probs_and_score_norms_in_float32(written, policy, training):
+@pytest.mark.parametrize("training", [name for name in trainings("fsdp2") if "pass" in name])
+def test_sharding_in_bfloat16_keeps_log_probs_and_score_norms_in_float32(written, policy, training):
     ranks = both_ranks(written, training)
+    assert ranks[0]["sums"] == {torch.float32}
     for rank, seen in enumerate(ranks):
         batch = seen["batches"][0]  # the weights are still those of `policy`
         log_probs, w = recomputed(policy, batch)

@@ -14,7 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from analysis.arms import arm_name, label, shipped_baselines
-from otb.records import WHERE_AND_HOW, is_one_of
+from otb.records import WHERE_AND_HOW, is_as_before, is_one_of
 
 AXES = ("baseline", "group_size", "seed")
 # What changes neither the policy nor what is measured of it. Runs of different `steps` share a setting and are marked.
@@ -92,19 +92,20 @@ def marked_runs(runs: pd.DataFrame) -> Iterator[tuple[str, NDArray, str]]:
 
 def setting_name(row: dict, keys: list[str]) -> str:
     """Returns TASK-MODEL#digest, which is short, and equal exactly where the configurations are."""
-    values = {key: row[key] for key in keys if not _absent(row.get(key))}
+    values = {key: row[key] for key in keys if not _absent(key, row.get(key))}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:6]
     task = values.get("task.name") or re.sub(r".*\.", "", str(values.get("task._target_", "task"))).lower()
     model = str(values.get("model.name", "model")).rstrip("/").rsplit("/", 1)[-1]
     return f"{task}-{model}#{digest}"
 
 
-def _absent(value) -> bool:
-    return value is None or (isinstance(value, float) and pd.isna(value))
+def _absent(key: str, value) -> bool:
+    """Tells whether a run leaves a key at what it was before there was such a key."""
+    return value is None or (isinstance(value, float) and pd.isna(value)) or is_as_before(key, value)
 
 
 def setting_differences(runs: pd.DataFrame) -> dict[str, list]:
     """Returns configuration key -> its values as text, for every key in which the settings of these runs differ."""
     ours = runs[runs.kind == "otb"]
-    values = {key: {str(None if _absent(value) else value) for value in ours[key]} for key in setting_keys(runs)}
+    values = {key: {str(None if _absent(key, value) else value) for value in ours[key]} for key in setting_keys(runs)}
     return {key: sorted(texts) for key, texts in values.items() if len(texts) > 1}

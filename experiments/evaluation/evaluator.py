@@ -25,13 +25,15 @@ from experiments.evaluation.inputs import Inputs, data_facts, task_inputs
 from experiments.evaluation.plan import Checkpoint, Plan
 from experiments.evaluation.sampling import SamplingTrainer, sample_rows, trainer_options, ungraded
 from experiments.evaluation.weights import Policies
+from experiments.hardware import emulated_bfloat16
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES
-from experiments.train import quiet_libraries
+from experiments.threads import use_threads
+from experiments.train import described, quiet_libraries
 from otb.baselines.none import none
 from otb.errors import RunError
-from otb.policies.models import describe_policy, model_facts
+from otb.policies.models import model_facts
 from otb.records import write_atomically
 from otb.sandbox import Sandbox
 from otb.trainer import OTBConfig
@@ -81,13 +83,15 @@ class Evaluator:
 
     def __init__(self, plan: Plan, sandbox: Sandbox | None, progress: EvaluationProgress):
         self.plan, self.progress = plan, progress
-        model = next(iter(plan.configurations.values())).model
-        self.tokenizer, model_config = describe_policy(model.name, model.revision, model.get("chat_template"))
+        cfg = next(iter(plan.configurations.values()))  # they have one model
+        self.tokenizer, model_config = described(cfg)
+        use_threads(plan.cfg.threads, model_config)
         self.inputs = {
-            name: task_inputs(cfg, sandbox, self.tokenizer, model_config) for name, cfg in plan.configurations.items()
+            name: task_inputs(one, sandbox, self.tokenizer, model_config) for name, one in plan.configurations.items()
         }
         options = trainer_options(list(self.inputs.values()), self.tokenizer.eos_token_id)
         self.arguments = OTBConfig(**options)  # starts the process group, too
+        progress.note(emulated_bfloat16(cfg.model.dtype, self.arguments.use_cpu))
         self.is_main = self.arguments.process_index == 0
         self.policies = Policies(progress.warm_start)
         self._trainers: dict[bool, SamplingTrainer] = {}  # with tools or without

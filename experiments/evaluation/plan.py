@@ -15,7 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import build
 from experiments.evaluation.folder import EvaluationFolder, samples_together
+from experiments.identity import without_later
 from experiments.variance import weights_digest
+from otb.files import sha256_of
 from otb.records import RunDirectory
 
 OF_A_SAMPLE = ("name", "tensor_parallel")  # keys of `rollouts_by` on which a sample depends
@@ -74,6 +76,9 @@ class Plan:
         if self.run is not None:
             return {"run": first_start(self.run)}
         folder = Path(str(self.cfg.checkpoint or self.cfg.model.name)).expanduser()
+        gguf = folder / str(self.cfg.model.get("gguf_file"))
+        if self.cfg.checkpoint is None and gguf.is_file():
+            return {"weights": sha256_of(gguf)}
         return {"weights": weights_digest(folder)} if folder.is_dir() else {}
 
     # ---- folders
@@ -92,6 +97,7 @@ class Plan:
     def identity(self, cfg: DictConfig) -> dict:
         """Returns everything that the samples of an evaluation depend on; k is not among it."""
         config = OmegaConf.to_container(cfg, resolve=True)
+        config |= {group: without_later(config[group]) for group in ("task", "model")}
         kept = {key: config[key] for key in ("task", "temperature", "seed", "rollouts_per_batch")}
         kept["samples_together"] = samples_together(cfg.k)
         kept["trainer"] = {key: value for key, value in config["trainer"].items() if key != "use_cpu"}

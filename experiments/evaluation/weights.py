@@ -8,8 +8,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 from peft import PeftModel
 
+from experiments.hardware import sampled_source
+from experiments.train import weights_folder
 from otb.errors import RunError
-from otb.policies.models import load_model, policy_folder
+from otb.policies.models import load_model
 from otb.tasks import Task
 
 
@@ -32,7 +34,7 @@ class Policies:
         base, adapter = self._place(cfg, task, checkpoint)
         if (source := adapter or base) == self.source:
             return False
-        model = load_model(base, cfg.model.revision, cfg.model.dtype)
+        model = load_model(sampled_source(cfg, base), cfg.model.revision, cfg.model.dtype)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
         if self.model is None:
@@ -45,8 +47,7 @@ class Policies:
     def _place(self, cfg: DictConfig, task: Task, checkpoint: Path | None) -> tuple[str, str | None]:
         """Returns folder or hub id of the whole policy, and the folder of the adapter on top of it or None."""
         if checkpoint is None or (checkpoint / "adapter_config.json").exists():
-            recipe = dict(cfg.model.get("warm_start") or {})
-            base = policy_folder(cfg.model.name, task, recipe, self._warm_start)
+            base = weights_folder(cfg, task, self._warm_start)
             return base, None if checkpoint is None else str(checkpoint)
         if not any(checkpoint.glob("*.safetensors")) and not any(checkpoint.glob("*.bin")):
             raise RunError(

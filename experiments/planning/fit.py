@@ -1,6 +1,7 @@
 """Whether a run fits the memory of its GPUs, from its configuration, before anything is loaded or submitted.
 
-Called by experiments/plan.py, and before a run is submitted. Imports no torch.
+Called by experiments/plan.py, by experiments/checks.py for every run and every run of a sweep (`card=`), and by
+experiments/train.py for the GPU that it finds. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.command_line import near_miss
 from experiments.planning.architectures import architecture_of
 from experiments.planning.memory import moments, peak, state
 from experiments.planning.memory_parts import vllm_room, vllm_weights
@@ -23,11 +25,30 @@ ASSUMPTIONS = Path(__file__).resolve().parents[2] / "conf" / "plan.yaml"
 SYNC_EACH_FORWARD = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"  # of trl.GRPOConfig
 MORE_GPUS = (2, 4, 8, 16, 32, 64)  # that a fix may name
 FEWER_ROWS = (64, 16, 4)  # generated at a time, that a fix may name
+TOLERANCE = 0.1  # of the card: the formulas may say more than is needed by so much (docs/plan.md)
+USUAL_SHARE = 0.3
+BYTES = {"float32": 4, "bfloat16": 2}
 SERVER_SHARE = 0.9  # of a GPU's memory, the default of `trl vllm-serve`
 
 
+def check_card(cfg: DictConfig, processes: int | None = None) -> None:
+    """Raises RunError for a `card` that conf/plan.yaml does not know, or that the run cannot fit; null says nothing."""
+    if cfg.card is None:
+        return
+    cards = OmegaConf.load(ASSUMPTIONS).cards
+    if cfg.card not in cards:
+        raise RunError(
+            f"card={cfg.card} is no GPU of conf/plan.yaml.{near_miss(cfg.card, cards)} Known: {', '.join(cards)}. Add "
+            "yours there, or use card=null."
+        )
+    try:
+        refuse_if_it_cannot_fit(cfg, cards[cfg.card].memory_gb * 1e9, processes)
+    except RunError as error:
+        raise RunError(f"{error} Or card=null, to try it all the same.") from error
+
+
 def refuse_if_it_cannot_fit(cfg: DictConfig, card_memory_bytes: float, processes: int | None = None) -> None:
-    """Raises RunError where the run's peak by experiments/planning/memory.py is above the memory of one of its GPUs.
+    """Raises RunError where a run's peak by experiments/planning/memory.py is TOLERANCE above the memory of its GPU.
 
     processes: of the run; None for `gpus`, or those that the launcher of a composed sweep (`cfg.hydra`) starts.
     Nothing is raised for a model whose architecture is not known: a hub id that conf/architectures does not describe.
@@ -36,33 +57,33 @@ def refuse_if_it_cannot_fit(cfg: DictConfig, card_memory_bytes: float, processes
         step = step_of(cfg, card_memory_bytes, processes)
     except RunError:
         return
-    if reason := why_not(step):
+    if reason := why_not(step, reserve=-TOLERANCE * card_memory_bytes):
         raise RunError(f"model.name={cfg.model.name}: {reason}")
 
 
 def why_not(step: Step, reserve: float = 0.0) -> str | None:
     """Returns why the step does not fit a GPU of `step.card` bytes, with a fix; None where it fits.
 
-    reserve: bytes that must stay free.
+    reserve: bytes that must stay free; a negative number allows for so many more than the card has.
     """
-    card = step.card / 1e9
+    card, spare = step.card / 1e9, max(reserve, 0)
     if step.sampler == "vllm" and vllm_room(step) < 1:
         return (
             f"rollouts_by.memory_share={step.memory_share} of {card:.0f} GB does not hold vLLM's copy of the policy "
-            f"({vllm_weights(step) / 1e9:.1f} GB a GPU) and the cache of one rollout of {step.width} tokens. Raise "
-            f"rollouts_by.memory_share (the trainer leaves {largest_share(step, reserve)}), or set "
-            "rollouts_by.tensor_parallel."
+            f"({vllm_weights(step) / 1e9:.1f} GB a GPU) and the cache of one rollout of {step.width} tokens, and the "
+            f"trainer leaves {largest_share(step, spare)}. Use rollouts_by.memory_share=null for as much as it leaves, "
+            "set rollouts_by.tensor_parallel, or use more GPUs."
         )
     moment, parts = peak(step)
     needed = sum(parts.values())
     if needed + reserve <= step.card:
         return None
     gpus = f"over {step.processes} GPUs" if step.processes > 1 else "on one GPU"
-    fix = fitting_change(step, reserve)
+    fix = fitting_change(step, spare)
     return (
         f"needs {needed / 1e9:.0f} GB a GPU under parallel={step.parallel} {gpus} ({state(step) / 1e9:.0f} GB of it "
         f"weights, gradients and optimizer; the peak is at: {moment}); the card has {card:.0f}"
-        + (f", {reserve / 1e9:.0f} of them in reserve" if reserve else "")
+        + (f", {spare / 1e9:.0f} of them in reserve" if spare else "")
         + (f". Try {fix}." if fix else ". Try a smaller model, LoRA (model.lora.r=32) or shorter responses.")
     )
 
@@ -109,9 +130,34 @@ def other_steps(step: Step, reserve: float) -> Iterator[Step]:
 
 
 def largest_share(step: Step, reserve: float) -> float:
-    """Returns the largest memory_share, in twentieths, that the trainer leaves to vLLM while sampling."""
-    beside = sum(size for part, size in moments(step)["sampling"].items() if part != "vllm")
-    return max(0, math.floor(20 * (step.card - reserve - beside) / step.card)) / 20
+    """Returns the largest memory_share, in twentieths, that the trainer leaves whenever vLLM holds it."""
+    held = moments(replace(step, memory_share=0.0))
+    sampling_alone = step.sleep and step.sampler == "vllm"
+    beside = max(sum(parts.values()) for parts in ([held["sampling"]] if sampling_alone else held.values()))
+    return twentieths((step.card - reserve - beside) / step.card)
+
+
+def twentieths(share: float) -> float:
+    """Returns the largest twentieth that is not above `share`, 0 at least."""
+    return max(0, math.floor(20 * share)) / 20
+
+
+def vllm_share(cfg: DictConfig, card_memory_bytes: float | None, processes: int | None = None) -> float:
+    """Returns `rollouts_by.memory_share`, or where it is null what the policy beside vLLM leaves of the GPU.
+
+    Beside vLLM stands the trainer, in an evaluation one copy of the weights. TOLERANCE of the GPU stays free. Where GPU
+    (None) or architecture are unknown it is USUAL_SHARE, TRL's default. processes: as of `step_of`.
+    """
+    share = OmegaConf.select(cfg, "rollouts_by.memory_share")
+    if share is not None or card_memory_bytes is None:
+        return USUAL_SHARE if share is None else float(share)
+    try:
+        if "prompts_per_step" in cfg:
+            return step_of(cfg, card_memory_bytes, processes).memory_share
+        weights = BYTES[cfg.model.dtype] * architecture_of(str(cfg.model.name)).parameters
+    except RunError:
+        return USUAL_SHARE
+    return twentieths(1 - TOLERANCE - weights / card_memory_bytes)
 
 
 def changed_keys(old: Step, new: Step) -> list[str]:
@@ -145,8 +191,8 @@ def step_of(
     lora = OmegaConf.select(cfg, "model.lora") or {}
     targets = lora.get("target_modules")
     sampler = str(OmegaConf.select(cfg, "rollouts_by.name", default="hf"))
-    share = SERVER_SHARE if sampler == "vllm_server" else OmegaConf.select(cfg, "rollouts_by.memory_share", default=0.3)
-    return Step(
+    share = SERVER_SHARE if sampler == "vllm_server" else OmegaConf.select(cfg, "rollouts_by.memory_share")
+    step = Step(
         architecture=architecture_of(str(cfg.model.name)),
         dtype=cfg.model.dtype,
         rollouts=rollouts,
@@ -165,10 +211,12 @@ def step_of(
         sampler=sampler,
         rows=OmegaConf.select(cfg, "rollouts_by.rows"),
         tensor_parallel=OmegaConf.select(cfg, "rollouts_by.tensor_parallel") or 1,
-        memory_share=float(share),
+        memory_share=float(share or 0.0),
         sleep=bool(OmegaConf.select(cfg, "rollouts_by.sleep", default=False)),
         card=float(card_memory_bytes),
     )
+    derived = sampler == "vllm" and share is None
+    return replace(step, memory_share=largest_share(step, TOLERANCE * step.card)) if derived else step
 
 
 def processes_of(cfg: DictConfig) -> int:

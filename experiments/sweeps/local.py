@@ -22,6 +22,7 @@ from experiments.sweeps.jobs import Job, earlier_jobs, may_restart, reason_in, s
 from experiments.sweeps.plan import folder_of, plan
 from experiments.sweeps.snapshot import take_snapshot
 from experiments.sweeps.state import Queued, RunState, state_of
+from experiments.threads import share_of
 from otb.errors import TRY_AGAIN, RunError
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -70,9 +71,9 @@ class LocalSweep:
         names = visible_gpus()
         whole = range(0, len(names) - gpus_per_run + 1, gpus_per_run)
         gpus = [",".join(names[first : first + gpus_per_run]) for first in whole]  # of one run each
-        slots = range(parallel or len(gpus) or len(os.sched_getaffinity(0)))
+        self.slots = parallel or len(gpus) or len(os.sched_getaffinity(0))
         # None: no GPU to choose; with more runs than GPUs, several share one
-        self.free = [gpus[slot % len(gpus)] if gpus else None for slot in reversed(slots)]
+        self.free = [gpus[slot % len(gpus)] if gpus else None for slot in reversed(range(self.slots))]
         self.code = take_snapshot(folder / ".code")
         self.logs = folder / "logs"
         self.logs.mkdir(exist_ok=True)
@@ -106,6 +107,7 @@ class LocalSweep:
         gpu, log = self.free.pop(), self.logs / f"{job.number:05d}.log"
         path = os.pathsep.join(filter(None, [str(self.code), os.getenv("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        environment |= share_of(self.slots)
         environment["HYDRA_FULL_ERROR"] = "1"  # the error is the last line of the log
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu

@@ -6,6 +6,7 @@ of prompts and LoRA targets against them, `policy_folder` (the warm start), `loa
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from otb.errors import RunError, first_line, unwritable
 from otb.files import sha256_of
+from otb.policies.gguf_files import MADE_FROM, unpacked
 from otb.policies.templates import set_chat_template, stop_at_end_of_turn
 from otb.policies.tiny_policy import build_tokenizer, model_config
 from otb.policies.warm_start import WarmStart, default_cache_dir, warm_start
@@ -32,18 +34,18 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 def describe_policy(
-    name: str, revision: str | None, chat_template: str | None = None
+    name: str, revision: str | None, chat_template: str | None = None, gguf_file: str | None = None
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
     """Returns tokenizer and configuration of a policy, without its weights.
 
     chat_template: `model.chat_template`, see templates.py; None keeps the tokenizer's own. The tokenizer's end token is
-    the one with which the template ends a turn. Raises RunError where they cannot be loaded, or where there is no chat
-    template: prompts are chat messages.
+    the one with which the template ends a turn. gguf_file: of `name`, which is unpacked on its first use. Raises
+    RunError where they cannot be loaded, or where there is no chat template: prompts are chat messages.
     """
     if name == TINY:
         tokenizer = build_tokenizer()
         return tokenizer, model_config(tokenizer)
-    place = _place(name)
+    place = _place(name, revision, gguf_file)
     try:
         config = AutoConfig.from_pretrained(place, revision=revision)
         tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, padding_side="left")
@@ -116,13 +118,21 @@ def check_lora_targets(lora: LoraConfig, config: PreTrainedConfig) -> None:
             )
 
 
-def policy_folder(name: str, task, recipe: dict, progress: Callable[[int, int, float], None] | None = None) -> str:
-    """Returns where the policy's files are: `name` itself, or for "tiny" the warm-started folder, built if not cached.
+def policy_folder(
+    name: str,
+    task,
+    recipe: dict,
+    progress: Callable[[int, int, float], None] | None = None,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+) -> str:
+    """Returns where the policy's files are: `name` itself, or a folder in the cache, built if it is not there.
 
-    recipe: fields of `WarmStart`. A task without demonstrations gets the policy of `arithmetic`.
+    That is the warm-started one of "tiny", or the unpacked one of `gguf_file`, a file of `name`. recipe: fields of
+    `WarmStart`. A task without demonstrations gets the tiny policy of `arithmetic`.
     """
     if name != TINY:
-        return _place(name)
+        return _place(name, revision, gguf_file)
     if not hasattr(task, "demonstrations"):
         from otb.tasks.arithmetic import Arithmetic
 
@@ -148,16 +158,28 @@ def load_model(folder: str, revision: str | None, dtype: str) -> PreTrainedModel
 def model_facts(folder: str, revision: str | None) -> dict[str, str | dict | None]:
     """Returns what environment.json says of the model: name and commit of a hub model, or hashes of a folder's weights.
 
-    The commit is that of the cached files, which `describe_policy` has loaded before.
+    With a folder that was made here (unpacked, warm-started) stands what it was made from. The commit is that of the
+    cached files, which `describe_policy` has loaded before.
     """
     if Path(folder).is_dir():
         files = sorted(file for pattern in WEIGHT_FILES for file in Path(folder).glob(pattern))
-        return {"model": folder, "model_sha256": {file.name: sha256_of(file) for file in files}}
+        facts = {"model": folder, "model_sha256": {file.name: sha256_of(file) for file in files}}
+        record = Path(folder) / MADE_FROM
+        return facts | ({"model_made_from": json.loads(record.read_text(encoding="utf8"))} if record.exists() else {})
     config = try_to_load_from_cache(folder, "config.json", revision=revision)  # .../snapshots/COMMIT/config.json
     return {"model": folder, "model_revision": Path(config).parent.name if isinstance(config, str) else revision}
 
 
-def _place(name: str) -> str:
+def _place(name: str, revision: str | None, gguf_file: str | None) -> str:
+    if gguf_file is not None:
+        try:
+            return str(unpacked(name, revision, gguf_file))
+        except (OSError, ValueError) as error:
+            raise RunError(
+                f"model.gguf_file={gguf_file} of model.name={name} cannot be read: {first_line(error)}. It must be a "
+                "GGUF file of an architecture that transformers unpacks (Llama, Qwen2, Qwen3, ...), in a folder or on "
+                f"the hub; with network, run: python -m otb.prefetch --model {name} --gguf-file {gguf_file}"
+            ) from error
     folder = Path(name).expanduser()
     return str(folder) if folder.is_dir() else name
 

@@ -36,7 +36,9 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None, 
     the message. Raises RunError where the file cannot be read, or where there is no template at all.
     """
     if template == "plain":
-        tokenizer.chat_template = PLAIN
+        begins = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+        # a template's text is tokenized as it is, without the token that this tokenizer puts before other texts
+        tokenizer.chat_template = "{{- bos_token -}}" + PLAIN if begins else PLAIN
     elif template is not None:
         try:
             tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf8")

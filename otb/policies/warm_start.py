@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 import transformers
 from filelock import FileLock
 
-from otb.files import sync_tree
+from otb.files import whole_folder
 from otb.policies.tiny_policy import build_model, build_tokenizer, model_config
 
 if TYPE_CHECKING:
@@ -98,16 +97,14 @@ def warm_start(
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{folder.name}.lock"):
         if not folder.exists():
-            partial = cache / f"{folder.name}.partial"
-            shutil.rmtree(partial, ignore_errors=True)  # of a call that was killed
             tokenizer = build_tokenizer()
             with _one_thread():
                 model = train(build_model(tokenizer, recipe.seed), tokenizer, task, recipe, progress)
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-            (partial / "warm_start.json").write_text(json.dumps({"task": task.name, **asdict(recipe)}, indent=2) + "\n")
-            sync_tree(partial)
-            partial.rename(folder)
+            with whole_folder(folder) as partial:
+                model.save_pretrained(partial)
+                tokenizer.save_pretrained(partial)
+                record = {"task": task.name, **asdict(recipe)}
+                (partial / "warm_start.json").write_text(json.dumps(record, indent=2) + "\n")
     return folder
 
 

@@ -37,12 +37,14 @@ class Arithmetic:
 
     train_prompts, eval_prompts: rows of the two datasets. seed: which problems they hold (not how the policy was
     warm-started). max_completion_length: own tokens; a response cut there has no answer and is rewarded with 0.
+    instruction: stands below the sum in every prompt; None for a policy that has learned what a bare sum asks for.
     """
 
     train_prompts: int = 2048
     eval_prompts: int = 128
     seed: int = 0
     max_completion_length: int = 64
+    instruction: str | None = None
 
     name: ClassVar[str] = "arithmetic"
     environment: ClassVar[type | None] = None
@@ -80,11 +82,15 @@ class Arithmetic:
         """
         draw = random.Random(f"demonstrate {seed} {noise}")
         problems = itertools.islice(_problems("demonstrate", draw), n)
-        return [[*_prompt(p), *self._demonstrate(p, draw, noise)] for p in problems]
+        return [[*self._prompt(p), *self._demonstrate(p, draw, noise)] for p in problems]
 
     def _demonstrate(self, problem: str, draw: random.Random, noise: float) -> list[dict]:
         """Returns the messages after the prompt; a pure function of its arguments and the state of `draw`."""
         return [{"role": "assistant", "content": _solve(problem, draw, noise)}]
+
+    def _prompt(self, problem: str) -> list[dict]:
+        text = problem if self.instruction is None else f"{problem}\n\n{self.instruction}"
+        return [{"role": "user", "content": text}]
 
     def _dataset(self, use: str, count: int) -> Dataset:
         from datasets import Dataset
@@ -94,7 +100,7 @@ class Arithmetic:
             distinct[problem] = None
             if len(distinct) == count:
                 break
-        return Dataset.from_list([{"prompt": _prompt(p), "answer": str(running_totals(p)[-1])} for p in distinct])
+        return Dataset.from_list([{"prompt": self._prompt(p), "answer": str(running_totals(p)[-1])} for p in distinct])
 
 
 def boxed_integer(completion: list) -> int | None:
@@ -111,10 +117,6 @@ def running_totals(problem: str) -> list[int]:
     for term in re.findall(r"[+-]?\d+", problem):
         totals.append((totals[-1] if totals else 0) + int(term))
     return totals
-
-
-def _prompt(problem: str) -> list[dict]:
-    return [{"role": "user", "content": problem}]
 
 
 def _problems(use: str, draw: random.Random) -> Iterator[str]:

@@ -1,7 +1,11 @@
-"""Reads questions and answers out of the columns of a data set, whatever its row format. For otb.tasks.maths."""
+"""Reads questions, answers and solutions out of the columns of a data set, whatever its row format.
+
+For otb.tasks.maths.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +48,18 @@ def reference(cell: Any, answer_after: str | None) -> str:
         text = text.rpartition(answer_after)[2] if answer_after in text else ""
     boxed = extract_answer(text) if "\\boxed" in text else None
     return (boxed or text).strip()
+
+
+def worked_solution(cell: Any, answer: str, answer_after: str | None) -> str:
+    r"""Returns the solution as a response that is graded as right, '' where there is none: it ends with \boxed{}.
+
+    The answer's own line goes (GSM8K: `#### 72`), and so do a calculator's notes (`48/2 = <<48/2=24>>24`).
+    """
+    text = cell if isinstance(cell, str) else ""
+    if answer_after is not None and answer_after in text:
+        text = text.rpartition(answer_after)[0]
+    text = re.sub(r"<<[^<>]*>>", "", text).strip()
+    return f"{text}\n\\boxed{{{answer}}}" if text and "\\boxed" not in text else text
 
 
 def cell_at(row: Mapping, column: str) -> Any:

@@ -7,14 +7,16 @@ Hydra builds it for experiments/; otb.tasks.grading grades its responses.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from otb.tasks.columns import cell_at, distinct_rows, prompt_messages, reference, require_column
+from otb.tasks.columns import cell_at, distinct_rows, prompt_messages, reference, require_column, worked_solution
 from otb.tasks.grading import Grade, Outcome, grade_batch
 from otb.tasks.python_tool import MIN_TURNS, PythonTool
 from otb.tasks.rows import load_rows, provenance
@@ -57,6 +59,7 @@ class Maths:
         instruction: The end of the user's message, where it does not stand there yet.
         max_eval_rows: The first so many evaluation rows; None = all.
         drop_unanswered: Rows without a question or an answer are dropped; by default they are an error.
+        solution_column: Of worked solutions, as question_column, for a supervised warm start; None = there are none.
         max_turns: Assistant turns with Python as a tool, the last of which can only answer; None = no tool. Own and
             tool tokens then share `max_completion_length`, and the answer is read from the policy's last message.
 
@@ -83,6 +86,7 @@ class Maths:
     max_eval_rows: int | None = None
     drop_unanswered: bool = False
     max_turns: int | None = None
+    solution_column: str | None = None
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -195,6 +199,32 @@ class Maths:
                 f"Check task.answer_column={self.answer_column} and task.answer_after={self.answer_after}."
             )
         return made if len(kept) == len(made) else made.select(kept)
+
+    def solutions(self, seed: int, n: int) -> list[list[dict]]:
+        """Returns `n` solved training problems as chat messages, prompt and solution; a larger `n` adds to them.
+
+        They are drawn without replacement in an order that follows from the seed. Raises ValueError where the task has
+        no column of solutions, or fewer.
+        """
+        if self.solution_column is None:
+            raise ValueError(f"task {self.name} has no solution_column. Try task.solution_column=answer, or solution.")
+        if self.train_split is None:
+            raise ValueError(f"task {self.name} has train_split=null, so it has no solved problems to train on.")
+        rows = load_rows(self._source(self.train_split))
+        require_column(rows, self.solution_column, self.name, self.path)
+        solved = (self._solved(rows[i]) for i in random.Random(f"solutions {seed}").sample(range(len(rows)), len(rows)))
+        chats = list(itertools.islice(filter(None, solved), n))
+        if len(chats) < n:
+            raise ValueError(f"task {self.name} has {len(chats)} solved problems, and {n} are wanted. Ask for fewer.")
+        return chats
+
+    def _solved(self, row: Mapping) -> list[dict]:
+        """Returns the prompt and the solution of a row; [] where it lacks question, answer or solution."""
+        prompt = prompt_messages(cell_at(row, self.question_column), self.system_prompt, self.instruction)
+        answer = reference(cell_at(row, self.answer_column), self.answer_after)
+        solution = worked_solution(cell_at(row, str(self.solution_column)), answer, self.answer_after)
+        complete = prompt and answer and solution
+        return [*prompt, {"role": "assistant", "content": solution}] if complete else []
 
     def grades(self, completions: list, answer: list[str]) -> list[Grade]:
         """Grades the last assistant message of each rollout against the reference."""

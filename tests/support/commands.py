@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tests.support import holds
+from tests.support import holds, sharding
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 __all__ = ["ROOT", "arguments", "rows", "run", "run_command_line", "start", "the_run", "wait_for", "without_times"]
@@ -36,6 +37,7 @@ PRELOAD = [
     "experiments.evaluate",
     "experiments.evaluation.evaluator",
     "experiments.evaluation.report",
+    "experiments.warm_starting",
     "tests.support.parity_task",
     "tests.support.commands",
 ]
@@ -86,6 +88,26 @@ def start(
     process = context.Process(target=_command, args=(script, given, str(log)), kwargs=options)
     process.start()
     return process
+
+
+def run_together(given: list[str], log: Path, processes: int = 2, **options) -> list[tuple[int, str]]:
+    """The command by several processes that train one run, as torchrun starts them -> exit code and output of each.
+
+    Rank r prints into `log` with the suffix `.r`.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for size in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        group[size] = str(processes)
+    logs = [Path(f"{log}.{rank}") for rank in range(processes)]
+    started = [
+        start(given, each, **options, **group, RANK=str(rank), LOCAL_RANK=str(rank)) for rank, each in enumerate(logs)
+    ]
+    for process in started:
+        join(process)
+    return [(process.exitcode, each.read_text()) for process, each in zip(started, logs, strict=True)]
 
 
 def run(given: list[str], log: Path, **options) -> tuple[int, str]:
@@ -153,6 +175,7 @@ def _command(script: str, given: list[str], log: str, *, limit, cpu_seconds, qui
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     holds.install()
+    sharding.install()
     if quick:
         Figure.savefig = lambda figure, path, **options: Path(path).touch()
         multiprocessing.get_context = lambda method=None: multiprocessing.context.ForkContext()

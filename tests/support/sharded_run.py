@@ -1,15 +1,11 @@
-"""`experiments/run.py` whose FSDP2 shards over CPU processes, as it does over GPUs: started by torchrun in tests."""
+"""`experiments/run.py` whose FSDP2 or ZeRO-3 shards over CPU processes, as over GPUs: started by torchrun in tests."""
 
 import sys
 
-from experiments import hardware
-from tests.support import holds
-from tests.support.sharding import let_fsdp_run_on_cpus
+from tests.support import sharding
 
 if __name__ == "__main__":
-    let_fsdp_run_on_cpus()
-    hardware.visible_gpus = lambda: ["0", "1"]  # two, as far as the checks are concerned
-    holds.install()
+    sharding.install()
     from experiments.run import command_line
 
     command_line(sys.argv[1:])

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
+from omegaconf import OmegaConf
 from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from otb import OTBTrainer
-from tests.support.sharding import let_fsdp_run_on_cpus
+from tests.support.sharding import let_sharding_run_on_cpus
 from tests.support.trainers import byte_reward, config, dataset
 
-FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class KeepingTrainer(OTBTrainer):
@@ -30,34 +31,50 @@ class KeepingTrainer(OTBTrainer):
         super()._log_rollouts(rollouts, baseline, advantages, output)
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps")
         batch = {name: output[name].cpu() for name in names if name in output}
-        sharded = sum(isinstance(p, DTensor) for p in self.model.parameters())
+        sharded = sum(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in self.model.parameters())
         self.kept.append(batch | {"rewards": rollouts.rewards, "score_norms": rollouts.score_norms, "sharded": sharded})
 
 
 def train(policy: str, output: Path, name: str, options: dict) -> None:
-    """Two steps; `options` are those of OTBConfig beside fsdp2, lora and weights (their dtype)."""
+    """Two steps; `options` are those of OTBConfig beside parallel, lora and weights (their dtype)."""
     AcceleratorState._reset_state(reset_partial_state=True)  # several trainings in one process: imports cost seconds
-    sharding = FSDP2 if options.pop("fsdp2", False) else {}
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # the trace of an earlier one
+    parallel = OmegaConf.load(ROOT / "conf" / "parallel" / f"{options.pop('parallel', 'ddp')}.yaml")
+    sharding = OmegaConf.to_container(parallel.trainer)
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if options.pop("lora", False) else None
+    dtype = getattr(torch, options.pop("weights", "float32"))
+    shape = {"per_device_train_batch_size": 8, "ddp_find_unused_parameters": False}
+    arguments = config(output / name, **shape, **sharding, **options)  # before the weights, which it may divide
     trainer = KeepingTrainer(
-        AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, options.pop("weights", "float32"))),
+        AutoModelForCausalLM.from_pretrained(policy, dtype=dtype),
         byte_reward,
-        config(output / name, per_device_train_batch_size=8, ddp_find_unused_parameters=False, **sharding, **options),
+        arguments,
         dataset(),
         processing_class=AutoTokenizer.from_pretrained(policy),
         peft_config=lora,
     )
     trainer.kept = []
     trainer.train()
-    full = trainer.accelerator.get_state_dict(trainer.model)  # a collective: every process takes part
+    sharded = trainer.deepspeed or trainer.model
+    full = trainer.accelerator.get_state_dict(sharded)  # a collective: every process takes part
     rank = trainer.accelerator.process_index
-    torch.save({"batches": trainer.kept, "log": trainer.state.log_history}, output / f"{name}-rank{rank}.pt")
+    found = {"batches": trainer.kept, "log": trainer.state.log_history, "sums": dtypes_of_sums(trainer)}
+    torch.save(found, output / f"{name}-rank{rank}.pt")
     if rank == 0:
         torch.save({name: value.float() for name, value in full.items()}, output / f"{name}-weights.pt")
 
 
+def dtypes_of_sums(trainer) -> set[torch.dtype]:
+    """In which gradients are summed, over processes and over the forwards of a step."""
+    if trainer.deepspeed is not None:
+        return {trainer.deepspeed.communication_data_type, trainer.deepspeed.optimizer.gradient_accumulation_dtype}
+    held = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
+    policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy if trainer.accelerator.is_fsdp2 else None
+    return held | ({policy.reduce_dtype} if policy is not None else set())
+
+
 if __name__ == "__main__":
-    let_fsdp_run_on_cpus()
+    let_sharding_run_on_cpus(deepspeed="zero3" in sys.argv[3])
     for name, options in json.loads(sys.argv[3]).items():
         train(sys.argv[1], Path(sys.argv[2]), name, options)
     torch.distributed.barrier()

@@ -1,18 +1,50 @@
-"""Sharded training on processes of a CPU: FSDP2 over gloo, which accelerate switches on for GPUs only.
+"""Sharded training on processes of a CPU, over gloo: FSDP2 and DeepSpeed ZeRO-3, which accelerate has for GPUs only.
 
 Without this, a run with `fsdp` on CPU processes trains as plain DDP, and a test of it has tested nothing.
 """
 
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+import os
+import sys
+import time
+from pathlib import Path
+
+from tests.support import holds
+
+SHARDED = "OTB_TEST_SHARDED"  # in the environment of a run: "fsdp2" or "zero3"
+CPU_SECONDS = "OTB_TEST_CPU_SECONDS"  # a file, with the rank at its end, for the time of the processor that it took
 
 
-def let_fsdp_run_on_cpus() -> None:
-    """Makes accelerate take `fsdp` at its word on gloo processes. Call it before a trainer's arguments are made."""
+def install() -> None:
+    """Prepares a process of a run whose environment asks for it, before the run begins."""
+    if SHARDED not in os.environ:
+        return
+    from experiments import hardware
+
+    let_sharding_run_on_cpus(deepspeed=os.environ[SHARDED] == "zero3")
+    hardware.visible_gpus = lambda: ["0", "1"]  # two, as far as the checks are concerned
+    holds.install()
+    if CPU_SECONDS in os.environ:
+        note_cpu_seconds(Path(f"{os.environ[CPU_SECONDS]}.{os.environ['RANK']}"))
+
+
+def let_sharding_run_on_cpus(deepspeed: bool) -> None:
+    """Makes accelerate take `fsdp` and `deepspeed` at their word on gloo processes, before a trainer's arguments exist.
+
+    deepspeed: join the processes by DeepSpeed, which wants to have made their group itself.
+    """
+    if deepspeed:
+        sys.modules.setdefault("vllm", None)  # where vLLM does not sample, TRL need not spend seconds on its import
+        join_by_deepspeed()
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
     accelerates_own = AcceleratorState.__init__
 
-    def init(self, *args, fsdp_plugin=None, **kwargs):
-        accelerates_own(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    def init(self, *args, fsdp_plugin=None, deepspeed_plugin=None, **kwargs):
+        plain = PartialState._shared_state.get("distributed_type") == DistributedType.MULTI_CPU
+        if deepspeed_plugin is not None and plain:
+            PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+        accelerates_own(self, *args, fsdp_plugin=fsdp_plugin, deepspeed_plugin=deepspeed_plugin, **kwargs)
         if fsdp_plugin is None or self.distributed_type != DistributedType.MULTI_CPU:
             return
         self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
@@ -21,3 +53,25 @@ def let_fsdp_run_on_cpus() -> None:
             fsdp_plugin.set_mixed_precision(self._mixed_precision)
 
     AcceleratorState.__init__ = init
+
+
+def join_by_deepspeed() -> None:
+    """Makes the process group of the run's processes."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read at the import; a machine may have a GPU
+    import deepspeed
+
+    deepspeed.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def note_cpu_seconds(file: Path) -> None:
+    """Lets the run write its time of the processor when it is done; its processes end without Python's own end."""
+    from experiments import train
+
+    wait, before = train.wait_for_all_processes, time.process_time()
+
+    def note_and_wait():
+        file.write_text(str(time.process_time() - before))
+        wait()
+
+    train.wait_for_all_processes = note_and_wait

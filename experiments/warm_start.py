@@ -1,0 +1,131 @@
+"""Makes a policy that solves a task now and then out of one that never does: supervised on the task's own solutions.
+
+python experiments/warm_start.py model.name=FOLDER task=arithmetic output=models/warm
+python experiments/warm_start.py model.name=OWNER/NAME task=gsm8k task.solution_column=answer output=models/warm
+Without any reward there is nothing to learn from by RL. What it writes is an ordinary folder for model.name=, with
+made_from.json beside the weights; the same command again finds it and does nothing. docs/real_model.md shows one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from experiments import checks
+from experiments.build import build
+from experiments.command_line import CONF, exit_codes, refusals, run_hydra
+from experiments.hardware import visible_gpus
+from experiments.threads import check_threads
+from experiments.variance import quoted
+from otb.errors import RunError, unwritable
+from otb.options import Batches, batches
+from otb.records import flatten
+
+RECORD = "made_from.json"  # the name that otb/policies/gguf_files.py gives it, too
+WHERE_AND_HOW = ("output", "use_cpu", "threads", "model.learning_rate")  # keys that make no other policy
+SMALLEST = {"demonstrations": 1, "demonstrations_per_step": 1, "seed": 0}
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="warm_start")
+def main(cfg: DictConfig) -> None:
+    with refusals():
+        step = check(cfg)
+        output, asked = Path(str(cfg.output)).expanduser(), recipe(cfg)
+        if is_there(output, asked):
+            print(f"{output}: made already by the same recipe, nothing to do.")
+            return
+        from experiments.warm_starting import warm_start  # torch, transformers and trl: seconds, so only now
+
+        command = ["python", "experiments/warm_start.py", *HydraConfig.get().overrides.task]
+        record = warm_start(cfg, output, step, {"recipe": asked, "command": command}, RECORD)
+        first, last = record["losses"][0], record["losses"][-1]
+        print(f"{output}: {len(record['losses'])} steps, loss {first:.2f} -> {last:.2f}. Use it as model.name={output}")
+
+
+def check(cfg: DictConfig) -> Batches:
+    """Returns how a step is divided. Raises RunError for what cannot be made as written; loads nothing."""
+    checks.check_whole_numbers(cfg, SMALLEST if cfg.steps is None else SMALLEST | {"steps": 1})
+    checks.check_positive(cfg, "learning_rate", "1e-4")
+    checks.check_true_or_false(cfg, "use_cpu")
+    check_threads(cfg)
+    if type(cfg.noise) not in (int, float) or not 0 <= cfg.noise <= 1:
+        raise RunError(f"noise={cfg.noise} must be a number from 0 to 1. Try noise=1.")
+    if OmegaConf.is_missing(cfg, "output"):
+        raise RunError("output is not set: the folder that the policy is written to. Add output=FOLDER.")
+    checks.check_model_and_task(cfg)
+    if "warm_start" in cfg.model:
+        raise RunError(
+            f"model.name={cfg.model.name} with model=tiny is warm-started by every command that uses it, by "
+            "model.warm_start.*. Leave model=tiny out and give model.name=OWNER/NAME, or a folder."
+        )
+    check_task(cfg)
+    gpus = [] if cfg.use_cpu else visible_gpus()
+    if len(gpus) > 1:
+        raise RunError(f"{len(gpus)} GPUs are visible, and this command uses one. Add CUDA_VISIBLE_DEVICES={gpus[0]}.")
+    check_writable(Path(str(cfg.output)).expanduser())
+    try:
+        return batches(cfg.demonstrations_per_step, 1, 1, cfg.model.rollouts_per_forward)
+    except ValueError as error:
+        raise RunError(str(error).replace("rollouts of a process", "demonstrations of a step")) from error
+
+
+def check_task(cfg: DictConfig) -> None:
+    """Raises RunError where the task has no solutions to learn from."""
+    task = build(cfg, "task")
+    if task.environment is not None:
+        raise RunError(
+            f"task {task.name} runs programs, whose replies stand between the turns of a solution, and here solutions "
+            "of one turn are learned. Warm-start on the task without tools."
+        )
+    if not hasattr(task, "demonstrations") and getattr(task, "solution_column", None) is None:
+        raise RunError(
+            f"task {task.name} has no solutions to learn from: neither demonstrations of its own nor a column of them. "
+            "Try task=arithmetic, or task.solution_column=NAME (gsm8k: answer)."
+        )
+
+
+def check_writable(output: Path) -> None:
+    """Raises RunError where the folder cannot be made."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(output.parent, os.W_OK | os.X_OK):
+            raise PermissionError(13, "no permission", str(output.parent))
+    except OSError as error:
+        raise unwritable(output, error) from error
+
+
+def recipe(cfg: DictConfig) -> dict:
+    """Returns the flat keys that the policy depends on."""
+    pairs = flatten(OmegaConf.to_container(cfg, resolve=True))
+    return {key: value for key, value in pairs.items() if key not in WHERE_AND_HOW}
+
+
+def is_there(output: Path, asked: dict) -> bool:
+    """Tells whether `output` was made by the recipe `asked`. Raises RunError where it holds anything else."""
+    if not output.exists():
+        return False
+    try:
+        made = json.loads((output / RECORD).read_text(encoding="utf8"))["recipe"]
+    except (OSError, ValueError, KeyError):
+        raise RunError(f"output={output} exists already and is not overwritten. Use another folder.") from None
+    keys = sorted(key for key in {*made, *asked} if made.get(key) != asked.get(key))
+    if keys:
+        changed = "\n  ".join(f"{key}: {made.get(key, '(absent)')} -> {asked.get(key, '(absent)')}" for key in keys)
+        raise RunError(f"output={output} holds a policy made otherwise (there -> here):\n  {changed}\nUse another one.")
+    return True
+
+
+def command_line(arguments: list[str]) -> None:
+    """Runs `python experiments/warm_start.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
+    with exit_codes(after_stop="starts anew: nothing was written"):
+        run_hydra(main, __file__, [quoted(argument) for argument in arguments], "warm_start")
+
+
+if __name__ == "__main__":
+    command_line(sys.argv[1:])

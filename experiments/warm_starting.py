@@ -1,0 +1,76 @@
+"""Trains and writes the policy of experiments/warm_start.py, from a checked configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from safetensors import SafetensorError
+from transformers.trainer_utils import set_seed
+
+from experiments.build import build
+from experiments.environment import PACKAGES, commit, installed
+from experiments.hardware import emulated_bfloat16
+from experiments.progress import Progress
+from experiments.threads import use_threads
+from experiments.train import described, lora_config, quiet_libraries, weights_dtype, weights_folder
+from otb.errors import RunError, unwritable
+from otb.files import whole_folder
+from otb.options import Batches
+from otb.policies.models import check_lora_targets, load_model, model_facts
+from otb.policies.supervised import Supervision, supervised
+
+
+def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict, record_name: str) -> dict:
+    """Writes the policy to `output`, whole or not at all, and returns its record with what was measured.
+
+    record: what is known already. Raises RunError where data, tokenizer or weights cannot be loaded.
+    """
+    quiet_libraries()
+    task = build(cfg, "task")
+    chats = demonstrations(cfg, task)
+    tokenizer, model_config = described(cfg)
+    use_threads(cfg.threads, model_config)
+    lora = lora_config(cfg)
+    if lora is not None:
+        check_lora_targets(lora, model_config)
+    steps = cfg.steps or math.ceil(cfg.demonstrations / cfg.demonstrations_per_step)  # null: one pass
+    with Progress(steps) as progress:
+        on_cpu = cfg.use_cpu or not torch.cuda.is_available()
+        progress.note(emulated_bfloat16(cfg.model.dtype, on_cpu))
+        folder = weights_folder(cfg, task, progress.warm_start)
+        set_seed(cfg.seed)  # LoRA's initial weights
+        model = load_model(folder, cfg.model.revision, weights_dtype(cfg))
+        bf16 = cfg.model.dtype == "bfloat16"
+        how = Supervision(steps, step.forward, step.accumulation, cfg.learning_rate, cfg.seed, bf16, on_cpu)
+        model, losses = supervised(model, tokenizer, chats, how, lora, progress.warm_start)
+    record |= {
+        **model_facts(folder, cfg.model.revision),
+        "task": task.name,
+        "demonstrations_sha256": hashlib.sha256(json.dumps(chats).encode()).hexdigest(),
+        "losses": losses,
+        "versions": {name: number for name in PACKAGES if (number := installed(name))},
+        "commit": commit(),
+    }
+    try:
+        with whole_folder(output) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            (partial / record_name).write_text(json.dumps(record, indent=1) + "\n", encoding="utf8")
+    except (OSError, SafetensorError) as error:
+        raise unwritable(output, error) from error
+    return record
+
+
+def demonstrations(cfg: DictConfig, task) -> list[list[dict]]:
+    """Returns solved problems as chats that end with the solution. Raises RunError where there are too few."""
+    if hasattr(task, "demonstrations"):
+        return task.demonstrations(cfg.seed, cfg.demonstrations, cfg.noise)
+    try:
+        return task.solutions(cfg.seed, cfg.demonstrations)
+    except (ValueError, FileNotFoundError) as error:
+        raise RunError(str(error)) from error

@@ -1,0 +1,75 @@
+"""GGUF files, the quantised form of llama.cpp: turned once into an ordinary folder of transformers, in float32.
+
+`describe_policy` and `policy_folder` (models.py) call it for `model.gguf_file`; whatever comes after them, vLLM and
+checkpoints too, sees the folder alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from otb.errors import first_line, unwritable
+from otb.files import sha256_of, whole_folder
+from otb.policies.warm_start import default_cache_dir
+
+MADE_FROM = "made_from.json"  # in a folder of weights that was made here: of what, and how
+
+
+def unpacked(name: str, revision: str | None, gguf_file: str) -> Path:
+    """Returns the folder with the weights of a GGUF file in float32 and its tokenizer, made if no cache holds it.
+
+    name: the folder or hub id that the file is in. The cache goes by the file's hash. However many processes ask at
+    once, one unpacks and the others wait. Raises OSError or ValueError where the file cannot be read, RunError where
+    the cache cannot be written.
+    """
+    folder = Path(name).expanduser()
+    path = folder / gguf_file if folder.is_dir() else Path(hf_hub_download(name, gguf_file, revision=revision))
+    digest = sha256_of(path)
+    unpacked = default_cache_dir() / f"gguf-{path.stem}-{digest[:16]}"
+    if unpacked.exists():
+        return unpacked
+    unpacked.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{unpacked}.lock"):
+        if not unpacked.exists():
+            try:
+                model, tokenizer = _load(path)
+            except Exception as error:  # transformers' readers raise whatever a damaged file leads them to
+                raise ValueError(f"{type(error).__name__}: {first_line(error)}") from error
+            record = {"model": name, "revision": revision, "gguf_file": gguf_file, "sha256": digest}
+            try:
+                with whole_folder(unpacked) as partial:
+                    model.save_pretrained(partial)
+                    tokenizer.save_pretrained(partial)
+                    (partial / MADE_FROM).write_text(json.dumps(record, indent=1) + "\n", encoding="utf8")
+            except (OSError, SafetensorError) as error:
+                raise unwritable(unpacked, error) from error
+    return unpacked
+
+
+def _load(path: Path):
+    """Returns model and tokenizer of a GGUF file, the model free of what marks it as quantised.
+
+    transformers refuses to save a model that it has dequantised, so its weights go into a new one.
+    """
+    place = {"pretrained_model_name_or_path": os.fspath(path.parent), "gguf_file": path.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**place, padding_side="left")
+    except struct.error as error:  # a file that ends within its header
+        raise ValueError(f"{path} is no whole GGUF file: {error}") from error
+    read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    if hasattr(read.config, "quantization_config"):
+        del read.config.quantization_config
+    model = type(read)(read.config)
+    model.load_state_dict(read.state_dict())
+    model.tie_weights()
+    model.generation_config = read.generation_config
+    return model, tokenizer

@@ -1,0 +1,132 @@
+"""Supervised training on solved problems, by TRL's SFTTrainer: a warm start for policies that solve nothing yet.
+
+experiments/warm_start.py calls it. The tiny policy has a loop of its own (warm_start.py), whose weights every number of
+this project depends on.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WARMUP_SHARE = 0.05  # of the steps
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """How `supervised` trains: AdamW with a linear warm-up and a cosine decay to 0, gradients clipped at norm 1.
+
+    forward: chats of a forward; forwards: of an optimizer step. bf16: the forward computes in bfloat16.
+    """
+
+    steps: int
+    forward: int
+    forwards: int
+    learning_rate: float
+    seed: int
+    bf16: bool
+    use_cpu: bool
+
+
+def supervised(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[list[dict]],
+    how: Supervision,
+    lora: PeftConfig | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> tuple[PreTrainedModel, list[float]]:
+    """Trains the policy on the last message of every chat and returns it with the loss of each step, in nats per token.
+
+    Prompts and padding never enter the loss. lora: trains adapters, which are merged into the weights at the end.
+    progress(step, steps, loss) is called after each step.
+    """
+    losses: list[float] = []
+
+    class Losses(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if logs and "loss" in logs:
+                losses.append(logs["loss"])
+                if progress is not None:
+                    progress(state.global_step, how.steps, logs["loss"])
+
+    with tempfile.TemporaryDirectory() as folder:  # nothing is saved there
+        trainer = sft_trainer(model, tokenizer, chats, how, lora, folder)
+        trainer.add_callback(Losses())
+        trainer.train()
+    trained = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    return (trained.merge_and_unload() if lora is not None else trained), losses
+
+
+def sft_trainer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[list[dict]],
+    how: Supervision,
+    lora: PeftConfig | None,
+    folder: str,
+) -> SFTTrainer:
+    """Returns TRL's trainer over the chats of all steps, in their order. folder: for what it may write."""
+    trainer = SFTTrainer(
+        model,
+        options(how, folder),
+        train_dataset=Dataset.from_list(
+            [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in ordered(chats, how)]
+        ),
+        processing_class=tokenizer,
+        peft_config=lora,
+    )
+    trainer.remove_callback(PrinterCallback)  # it prints every row
+    return trainer
+
+
+def ordered(chats: list[list[dict]], how: Supervision) -> list[list[dict]]:
+    """Returns the chats of all steps: passes in random order, and within a step by length.
+
+    The forwards of a step then hold chats of similar length; mixed ones would be half padding.
+    """
+    draw, size = random.Random(how.seed), how.forward * how.forwards
+    drawn: list[list[dict]] = []
+    while len(drawn) < how.steps * size:
+        drawn += draw.sample(chats, len(chats))
+    steps = [drawn[start : start + size] for start in range(0, how.steps * size, size)]
+    return [chat for step in steps for chat in sorted(step, key=lambda chat: len(str(chat)))]
+
+
+def options(how: Supervision, folder: str) -> SFTConfig:
+    """Returns the options of the trainer. folder: for what it may write."""
+    return SFTConfig(
+        output_dir=folder,
+        max_steps=how.steps,
+        per_device_train_batch_size=how.forward,
+        gradient_accumulation_steps=how.forwards,
+        train_sampling_strategy="sequential",  # `ordered` has drawn the order
+        learning_rate=how.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=WARMUP_SHARE,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        seed=how.seed,
+        bf16=how.bf16,
+        use_cpu=how.use_cpu,
+        gradient_checkpointing=not how.use_cpu,
+        completion_only_loss=True,
+        max_length=None,
+        dataloader_pin_memory=not how.use_cpu,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )

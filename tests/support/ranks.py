@@ -1,0 +1,88 @@
+"""The two processes of one sharded run: forked from a server that has imported torch, or started by torchrun."""
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from tests.support import commands
+from tests.support.sharding import CPU_SECONDS, SHARDED
+from tests.support.waiting import PATIENCE_SECONDS, ended_with, wait_for
+
+
+class Ranks:
+    """A sharded run under way. kind: "fsdp2" or "zero3", whose parallel= is among the arguments `given`.
+
+    python: that of another environment, whose processes torchrun starts, running `module`; None forks them.
+    killed_after: rank -> seconds of the processor after which it is killed, of forked ones.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        given: list[str],
+        log: Path,
+        python: str | None = None,
+        killed_after: dict[int, float] | None = None,
+        module: str = "sharded_run",
+        **environment: str,
+    ):
+        self.log = log
+        variables = {SHARDED: kind, CPU_SECONDS: f"{log}.cpu_seconds"} | environment
+        if python is None:
+            self.processes = forked(given, log, killed_after, variables)
+        else:
+            self.processes = [started(python, module, given, log, variables)]
+
+    def join(self) -> bool:
+        """Waits for the end, and ends the rest when one has failed, as torchrun does; returns whether all went well."""
+        wait_for(self._over, every=0.02)
+        well = all(ended_with(process) == 0 for process in self.processes)
+        self.kill()
+        return well
+
+    def _over(self) -> bool:
+        codes = [ended_with(process) for process in self.processes]
+        return None not in codes or any(codes)
+
+    def kill(self) -> None:
+        """SIGKILL for all processes at once."""
+        for process in self.processes:
+            if ended_with(process) is None:
+                for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    one.kill()
+        for process in self.processes:
+            process.join() if hasattr(process, "join") else process.wait(PATIENCE_SECONDS)
+
+    def printed(self) -> str:
+        """What all of them have printed so far."""
+        return "".join(file.read_text() for file in sorted(self.log.parent.glob(f"{self.log.name}*")))
+
+
+def forked(given, log, killed_after, variables) -> list:
+    port = str(free_port())
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        commands.start(
+            given,
+            Path(f"{log}.{rank}"),
+            cpu_seconds=(killed_after or {}).get(rank),
+            **(variables | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
+        )
+        for rank in (0, 1)
+    ]
+
+
+def started(python, module, given, log, variables) -> subprocess.Popen:
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", f"tests.support.{module}", *given]
+    variables = os.environ | {"PYTHONPATH": str(commands.ROOT)} | variables
+    with open(log, "ab") as output:
+        return subprocess.Popen(command, cwd=commands.ROOT, env=variables, stdout=output, stderr=output)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -1,0 +1,53 @@
+"""Tiny policies whose attention vLLM has kernels for on a CPU: heads of 32, where the tiny policy has 24."""
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+from otb.policies.tiny_policy import model_config
+
+CALL = '<tool_call>{"name": "python", "arguments": {"code": "print(5)"}}</tool_call><|im_end|>'
+ANSWER = "\\boxed{7}<|im_end|>"
+TURN = "assistant\n"
+CERTAINTY = 9.0  # logit of a token that is meant to follow, where the others are near 0
+
+
+def save_untrained(tokenizer, folder: Path) -> Path:
+    """The policy of the fixture `policy`, for vLLM: every tenth token ends a response."""
+    return _save(_model(tokenizer), tokenizer, folder, ends=[tokenizer.eos_token_id, *range(0, len(tokenizer), 10)])
+
+
+def save_caller(tokenizer, folder: Path) -> Path:
+    """A policy that begins about half of its turns with CALL, and the others with ANSWER.
+
+    It knows bigrams alone: its layers add nothing, and its head answers to the embedding of the token before.
+    """
+    model = _model(tokenizer, tie_word_embeddings=False)
+    embeddings = model.get_input_embeddings().weight.data
+    directions = embeddings / embeddings.norm(dim=1, keepdim=True)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        head = model.get_output_embeddings().weight.zero_()
+        for text in (CALL, ANSWER):
+            ids = tokenizer(TURN + text)["input_ids"]
+            for before, after in zip(ids[:-1], ids[1:], strict=True):
+                head[after] += directions[before] * CERTAINTY / embeddings.size(1) ** 0.5  # behind an RMS norm
+    return _save(model, tokenizer, folder, ends=[tokenizer.eos_token_id])
+
+
+def _model(tokenizer, **changed) -> Qwen3ForCausalLM:
+    config = model_config(tokenizer)
+    config.update({"head_dim": 32, **changed})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(config).float()
+
+
+def _save(model, tokenizer, folder: Path, ends: list[int]) -> Path:
+    model.generation_config.eos_token_id = ends
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

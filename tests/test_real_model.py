@@ -1,0 +1,99 @@
+"""A real pre-trained model in the trainer: opt in with OTB_REAL_MODEL=FOLDER, a folder of transformers files.
+
+Any causal model with a chat template serves that has room in memory for its weights four times over in float32;
+docs/real_model.md says where SmolLM2-135M comes from. About a minute with it on two cores.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from otb.policies.models import describe_policy, load_model
+from otb.score_norms import logit_gradient_proxy
+from otb.tasks.arithmetic import Arithmetic
+from otb.trainer import prompts_with_responses
+from tests.support.trainers import RecordingTrainer, byte_reward, config
+
+pytestmark = pytest.mark.skipif(
+    "OTB_REAL_MODEL" not in os.environ, reason="OTB_REAL_MODEL names no folder with a real model"
+)
+
+
+class Measuring(RecordingTrainer):
+    """Keeps log pi and w of every generation beside those from full logits in float64."""
+
+    def __init__(self, *args, **kwargs):
+        self.measured = []
+        super().__init__(*args, **kwargs)
+
+    def _probabilities(self, output):
+        log_probs, log_sum_sq_probs = super()._probabilities(output)
+        ids, attention_mask = prompts_with_responses(output)
+        width = output["completion_ids"].shape[1]
+        with torch.no_grad():
+            logits = self.model(input_ids=ids, attention_mask=attention_mask).logits[:, -width - 1 : -1]
+        full = (logits.double() / self.temperature).log_softmax(-1)
+        pi = full.gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        w = 1 - 2 * pi.exp() + full.exp().square().sum(-1)
+        kept = output["completion_mask"].bool()
+        mine = logit_gradient_proxy(log_probs, log_sum_sq_probs)
+        self.measured.append((log_probs[kept], pi[kept], mine[kept], w[kept]))
+        return log_probs, log_sum_sq_probs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = str(Path(os.environ["OTB_REAL_MODEL"]).expanduser())
+    tokenizer, _ = describe_policy(folder, None)
+    rows = Arithmetic(train_prompts=4, instruction="Add up.").train_dataset().select_columns("prompt")
+    trainer = Measuring(
+        load_model(folder, None, "float32"),
+        byte_reward,
+        config(
+            tmp_path_factory.mktemp("out"),
+            per_device_train_batch_size=8,
+            max_completion_length=24,
+            learning_rate=1e-5,
+            temperature=0.9,
+        ),
+        Dataset.from_list(list(rows)),
+        processing_class=tokenizer,
+    )
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    trainer.train()
+    return trainer, before
+
+
+def test_log_probs_and_score_norms_are_those_of_the_full_logits(trained):
+    trainer, _ = trained
+    assert len(trainer.measured) == 2
+    for log_probs, expected_log_probs, w, expected_w in trainer.measured:
+        assert len(w) > 8 and (w >= 0).all()
+        torch.testing.assert_close(log_probs.double(), expected_log_probs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(w.double(), expected_w, atol=1e-4, rtol=1e-4)
+
+
+def test_advantages_are_those_of_naive_loops_and_the_weights_move(trained):
+    trainer, before = trained
+    for output, expected in trainer.batches:
+        torch.testing.assert_close(output["advantages"].double(), expected, atol=1e-3, rtol=0)
+    moved = [name for name, weight in trainer.model.state_dict().items() if not torch.equal(weight, before[name])]
+    assert len(moved) > len(before) / 2
+    assert all(torch.isfinite(weight).all() for weight in trainer.model.state_dict().values())
+
+
+def test_rollouts_end_with_an_end_token_and_prompts_begin_at_most_once(trained):
+    trainer, _ = trained
+    ends, begin = set(trainer.eos_token_ids), trainer.processing_class.bos_token_id
+    for output, _ in trainer.batches:
+        rows = zip(output["completion_ids"].tolist(), output["completion_mask"].sum(1).tolist(), strict=True)
+        for ids, length in rows:
+            assert not ends & set(ids[: length - 1]) and (length == len(ids) or ids[length - 1] in ends)
+        text = trainer.processing_class.decode(output["prompt_ids"][0], skip_special_tokens=True)
+        assert "Add up." in text
+        template = trainer.processing_class.chat_template or ""
+        if begin not in ends and "im_start" not in template:  # ChatML's begin token opens every turn
+            assert (output["prompt_ids"] == begin).sum(1).max() <= 1

@@ -1,0 +1,86 @@
+"""On how many threads a command computes: one for small models, the cores for others, shared by runs side by side."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from experiments import threads
+from experiments.sweeps.local import LocalSweep
+from otb.errors import RunError
+from tests.support.commands import ROOT
+
+TINY, REAL = 96, 576
+
+
+@pytest.fixture
+def eight_cores(monkeypatch):
+    monkeypatch.setenv(threads.CORES, "8")
+
+
+def test_a_lone_run_of_a_real_model_takes_all_cores_and_one_of_a_small_model_takes_one(eight_cores):
+    assert threads.threads("auto", REAL) == 8
+    assert threads.threads("auto", TINY) == 1
+    assert threads.threads(3, TINY) == threads.threads(3, REAL) == 3
+
+
+def test_processes_of_a_run_and_runs_of_a_sweep_share_the_cores(eight_cores, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert threads.threads("auto", REAL) == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert threads.threads("auto", REAL) == 1
+    assert threads.share_of(3) == {threads.CORES: "2"}
+    assert threads.share_of(100) == {threads.CORES: "1"}
+
+
+def test_runs_of_a_local_sweep_are_given_their_share(eight_cores, monkeypatch, tmp_path):
+    """Four places on a machine without GPUs: two cores each."""
+    given = {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("experiments.sweeps.local.take_snapshot", lambda folder: ROOT)
+    process = SimpleNamespace(pid=1)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: given.update(env) or process)
+    job = SimpleNamespace(number=0, error=None, starts=0, overrides=[], save=lambda folder: None)
+    sweep = LocalSweep(tmp_path, [job], parallel=4, max_restarts=0, overwrite=True)
+    sweep._start(job)
+    assert given[threads.CORES] == "2" and len(sweep.free) == 3
+
+
+def test_whoever_sets_omp_num_threads_has_decided(monkeypatch):
+    monkeypatch.delenv(threads.CORES, raising=False)
+    assert threads.threads("auto", REAL) is None and threads.share_of(2) == {}
+    assert threads.threads(2, REAL) == 2
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_commands_begin_with_one_thread_or_those_of_the_user(given):
+    """The variables as a command leaves them for torch, which reads them when it is imported."""
+    kept = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", threads.CORES)
+    environment = {name: value for name, value in os.environ.items() if name not in kept}
+    environment |= {"PYTHONPATH": str(ROOT)} | ({} if given is None else {"OMP_NUM_THREADS": given})
+    program = f"import experiments.run, os; print([os.environ.get(name) for name in {kept}])"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    cores = str(len(os.sched_getaffinity(0)))
+    assert done.stdout.strip() == str(["1", threads.SPINS, cores] if given is None else ["3", None, None])
+
+
+def test_threads_are_set_for_torch(eight_cores):
+    before = torch.get_num_threads()
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=TINY))
+    try:
+        threads.use_threads(2, config)
+        assert torch.get_num_threads() == 2
+        threads.use_threads("auto", config)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "all"])
+def test_threads_that_are_no_number_are_refused(value):
+    with pytest.raises(RunError, match=f"threads={value} must be auto or a whole number >= 1. Try threads=auto"):
+        threads.check_threads(OmegaConf.create({"threads": value}))

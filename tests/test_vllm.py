@@ -1,0 +1,142 @@
+"""Runs with rollouts_by=vllm, on vLLM built for CPUs: one task without tools and one with, one process and two."""
+
+import math
+import os
+import subprocess
+
+import pandas as pd
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.commands import ROOT, rows, the_run
+from tests.support.ranks import Ranks
+from tests.support.vllm_policies import save_caller, save_untrained
+from tests.support.waiting import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.needs_vllm
+SHORT = {
+    "rollouts_by": "vllm",
+    "task.eval_prompts": 4,
+    "evaluation.every": 2,
+    "evaluation.samples": 2,
+    "group_size": 4,
+    "prompts_per_step": 4,
+    "task.train_prompts": 4,
+    "rollouts.every": 1,
+    "steps": 3,
+}
+PARITY = SHORT | {"task._target_": "tests.support.parity_task.Parity", "task.max_completion_length": 8}
+ONE_PROMPT = PARITY | {"task.train_prompts": 1, "prompts_per_step": 1, "group_size": 8, "learning_rate": 0.05}
+TOOLS = SHORT | {"task": "arithmetic_tools", "sandbox": "unsafe_subprocess", "steps": 2}
+SHARDED = PARITY | {"model.dtype": "bfloat16", "learning_rate": 0.01, "rollouts_by.sleep": "false"}
+CLIP = 1.005  # of the ratios, so close to 1 that some must be clipped
+RUNS = {
+    "seed 0": ONE_PROMPT,
+    "seed 1": ONE_PROMPT | {"seed": 1, "trainer.vllm_importance_sampling_clip_max": CLIP},
+    "tools": TOOLS,
+    "fsdp2": SHARDED | {"parallel": "fsdp2"},
+    "zero3": SHARDED | {"parallel": "zero3"},
+}
+
+
+@pytest.fixture(scope="module")
+def policies(tokenizer, tmp_path_factory):
+    """Folders of the policies by the run's name."""
+    folder = tmp_path_factory.mktemp("policies")
+    untrained = save_untrained(tokenizer, folder / "untrained")
+    return {name: untrained for name in RUNS} | {"tools": save_caller(tokenizer, folder / "caller")}
+
+
+@pytest.fixture(scope="module")
+def made(vllm_python, policies, tmp_path_factory):
+    """A function that makes one of RUNS, once -> its directory and what it printed."""
+    folder, done = tmp_path_factory.mktemp("vllm"), {}
+
+    def make(name):
+        if name not in done:
+            values = RUNS[name] | {"model.name": policies[name], "runs_dir": folder / name}
+            given = [f"{key}={value}" for key, value in values.items()]
+            done[name] = the_run_of(vllm_python, given, folder / name)
+        return done[name]
+
+    return make
+
+
+def the_run_of(python, given, folder):
+    kind = next((kind for kind in ("fsdp2", "zero3") if f"parallel={kind}" in given), None)
+    log = folder.with_suffix(".log")
+    if kind is not None:
+        ranks = Ranks(kind, given, log, python, module="vllm_run")
+        assert ranks.join(), log.read_text()[-3000:]
+    else:
+        command = [python, "-m", "tests.support.vllm_run", *given]
+        with open(log, "wb") as output:
+            variables = os.environ | {"PYTHONPATH": str(ROOT)}
+            options = {"stdout": output, "stderr": output, "timeout": PATIENCE_SECONDS}
+            code = subprocess.run(command, cwd=ROOT, env=variables, **options).returncode
+        assert code == 0, log.read_text()[-3000:]
+    return the_run(folder), log.read_text()
+
+
+def responses(run, step):
+    table = pd.read_parquet(run / "rollouts" / f"step-{step:08d}.parquet")
+    return table["prompt_text"].tolist(), table["response_text"].tolist()
+
+
+def test_vllm_samples_with_the_weights_of_every_step(made, policies):
+    """Its log-probs stay beside the trainer's, while the policy moves away from where it began."""
+    run, _ = made("seed 0")
+    metrics = rows(run / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert all(0 < row["mismatch_mean"] < 0.03 and row["mismatch_max"] < 0.15 for row in metrics)
+    tokenizer = AutoTokenizer.from_pretrained(policies["seed 0"])
+    ids = tokenizer(responses(run, 3)[0][0], add_special_tokens=False, return_tensors="pt")["input_ids"]
+    places = (policies["seed 0"], run / "checkpoints" / "step-00000003")
+    before, after = (AutoModelForCausalLM.from_pretrained(place)(ids).logits.log_softmax(-1)[0, -1] for place in places)
+    assert (before - after).abs().mean() > 10 * metrics[-1]["mismatch_mean"]
+
+
+def test_runs_of_different_seeds_sample_different_responses_to_the_same_prompt(made):
+    """vLLM seeds each process with the number of the process, whatever the run's seed."""
+    (prompts, first), (same_prompts, other) = (responses(made(name)[0], 1) for name in ("seed 0", "seed 1"))
+    assert prompts == same_prompts and len(set(prompts)) == 1
+    assert sum(mine == its for mine, its in zip(first, other, strict=True)) < len(first) / 2
+
+
+def test_importance_ratios_are_clipped_token_by_token(made):
+    free, clipped = (rows(made(name)[0] / "metrics.jsonl")[0] for name in ("seed 0", "seed 1"))
+    assert CLIP < free["importance_ratio_max"] < 1.001 * math.exp(free["mismatch_max"])  # one token's, not a product
+    assert clipped["importance_ratio_max"] == pytest.approx(CLIP)
+    assert clipped["mismatch_max"] > 0.005 and clipped["importance_ratio_min"] < 1
+
+
+def test_evaluations_are_sampled_by_vllm_too(made):
+    run, _ = made("seed 0")
+    evaluations = rows(run / "evaluations.jsonl")
+    assert [row["step"] for row in evaluations] == [0, 2, 3]
+    assert all((row["prompts"], row["samples"]) == (4, 2) for row in evaluations)
+    assert all(1 <= row["response_length_mean"] <= 8 for row in evaluations)
+
+
+def test_vllm_says_nothing_that_is_no_warning_and_samples_a_float32_policy_in_bfloat16(made, policies):
+    """docs/gpus.md says the latter; TRL has no option for it."""
+    _, printed = made("seed 0")
+    assert "INFO" not in printed
+    assert f"vLLM loads {policies['seed 0']} and samples in torch.bfloat16" in printed
+
+
+def test_tools_are_called_between_turns_that_vllm_samples(made):
+    run, _ = made("tools")
+    for row in rows(run / "metrics.jsonl"):
+        assert row["tool_calls"] > 0 and row["tool_tokens"] > 0 and row["never_called"] < 1
+        assert row["tool_refused"] < 1 and row["turns_mean"] > 1
+        assert row["mismatch_max"] < 0.15  # of own tokens alone; a tool's have no log-prob of the sampler
+
+
+def test_sharded_policies_reach_vllm_and_their_first_step_is_the_same(made):
+    """FSDP2 and ZeRO-3 in bfloat16: the same weights, so the same rollouts, energies and gradient."""
+    fsdp2, zero3 = (rows(made(kind)[0] / "metrics.jsonl") for kind in ("fsdp2", "zero3"))
+    assert len(fsdp2) == len(zero3) == 3
+    for name in ("own_tokens", "reward_mean", "mismatch_mean", "energy_mean", "total_power", "gradient_norm"):
+        assert zero3[0][name] == pytest.approx(fsdp2[0][name], rel=1e-3), name
+    assert all(0 < row["mismatch_mean"] < 0.03 for row in [*fsdp2, *zero3])
