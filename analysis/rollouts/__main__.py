@@ -46,22 +46,17 @@ def make_page(folders: list[Path], out: Path | None = None, steps: str | None = 
     try:
         chosen = None if steps is None else [int(step) for step in steps.split(",")]
     except ValueError as error:
-        raise RunError(
-            f"--steps={steps} is no list of steps. Write whole numbers with commas: --steps 40,80."
-        ) from error
+        raise RunError(f"--steps={steps} is no list of steps. Write whole numbers and commas: 40,80.") from error
     if missing := [folder for folder in folders if not folder.is_dir()]:
-        raise RunError(
-            f"{missing[0]} is not a folder. Give run directories, such as runs/arithmetic-tiny/otb-n4-seed0."
-        )
+        raise RunError(f"{missing[0]} is not a folder. Give run directories: runs/TASK-MODEL/RUN.")
 
     from analysis.rollouts.collect import collect
     from analysis.rollouts.page import write_page
 
     collection = collect(folders, chosen)
     name = folders[0].resolve().name if len(folders) == 1 else f"{len(collection.runs)} runs"
-    page = write_page(
-        collection, f"Rollouts of {name}", out or (folders[0] if len(folders) == 1 else Path()) / "rollouts.html"
-    )
+    home = folders[0] if len(folders) == 1 else Path()
+    page = write_page(collection, f"Rollouts of {name}", out or home / "rollouts.html")
     told = f"{len(collection.runs)} runs, {len(collection.groups):,} prompt groups, {collection.tokens:,} tokens"
     return page, "\n".join([told, *collection.notes])
 

@@ -20,10 +20,10 @@ class Chart {
   // rollouts: that are drawn; extent: {tokens, low, high} of the axes; onPoint(rollout, t, chosen): t counts from 0.
   constructor(host, quantity, rollouts, extent, onPoint) {
     Object.assign(this, {host, quantity, rollouts, extent, onPoint, at: null});
-    this.title = quantity === "energy" ? "realized energy W" : quantity;
+    this.title = (quantity === "energy" ? "realized energy " : quantity + " ") + QUANTITIES[quantity];
     this.svg = svg("svg", {role: "img", "aria-label": `${this.title} along the own tokens of ${rollouts.length} rollouts`});
     this.value = node("span", {className: "chart-value"});
-    host.replaceChildren(node("figcaption", {}, `${this.title} over own tokens `, this.value), this.svg);
+    host.replaceChildren(node("figcaption", {}, this.title, " ", this.value), this.svg);
     this.svg.addEventListener("pointermove", event => this.pointed(event, false));
     this.svg.addEventListener("click", event => this.pointed(event, true));
     this.svg.addEventListener("pointerleave", () => this.onPoint(null));
@@ -44,8 +44,10 @@ class Chart {
     for (const value of ticks(low, high, 3)) parts.push(
       svg("line", {class: "grid", x1: MARGIN.left, x2: right, y1: this.y(value), y2: this.y(value)}),
       svg("text", {x: MARGIN.left - 6, y: this.y(value) + 4, "text-anchor": "end"}, written(value)));
-    for (const t of ticks(1, tokens, Math.min(tokens, Math.floor(this.width / 80)))) if (Number.isInteger(t)) parts.push(
-      svg("text", {x: this.x(t - 1), y: bottom + 14, "text-anchor": "middle"}, t));
+    for (const t of ticks(1, tokens, Math.min(tokens, Math.floor(this.width / 60))))
+      if (Number.isInteger(t) && this.x(t - 1) < right - 70) // where the name of the axis stands
+        parts.push(svg("text", {x: this.x(t - 1), y: bottom + 14, "text-anchor": "middle"}, t));
+    parts.push(svg("text", {x: right, y: bottom + 14, "text-anchor": "end"}, "own token"));
     this.lines = new Map(this.rollouts.map(rollout => [rollout, svg("path", {
       d: this.path(rollout[this.quantity]), style: `--line: ${rollout.colour}`, class: rollout.reward > 0 ? "line" : "line dashed",
     })]));

@@ -43,19 +43,19 @@ def collect(folders: list[Path], steps: list[int] | None = None) -> Collection:
     files = {run: kept for run in runs if (kept := files_by_step(run))}
     if not files:
         read_samples(runs[0])  # says what is missing, and how to have it
-    chosen = {
-        run: {step: kept[step] for step in kept if steps is None or step[0] in steps} for run, kept in files.items()
-    }
-    if not any(chosen.values()):
+    chosen = {}
+    for run, kept in files.items():
+        if shown := {step: kept[step] for step in kept if steps is None or step[0] in steps}:
+            chosen[run] = shown
+    if not chosen:
         there = sorted({step for kept in files.values() for step, _ in kept})
         asked = ",".join(map(str, steps or []))
-        raise RunError(
-            f"steps={asked} has no rollouts in {runs[0]}; kept: {', '.join(map(str, there))}. Choose of them."
-        )
-    collection = Collection(describe([run for run in chosen if chosen[run]]))
-    queue = [(-place, i, step, files) for i, kept in enumerate(filter(None, chosen.values()))
-             for place, (step, files) in enumerate(reversed(kept.items()))]  # fmt: skip
-    fill(collection, sorted(queue, key=lambda entry: (-entry[0], entry[1])))
+        raise RunError(f"--steps={asked}: no rollouts of these were kept; kept: {', '.join(map(str, there))}.")
+    collection = Collection(describe(list(chosen)))
+    queue = []
+    for run, kept in enumerate(chosen.values()):
+        queue += [(place, run, step, kept[step]) for place, step in enumerate(reversed(kept))]
+    fill(collection, sorted(queue))
     if not collection.groups:
         raise RunError(f"No rollouts could be read. {' '.join(collection.notes)}")
     return collection
@@ -97,8 +97,8 @@ def fill(collection: Collection, queue: list[tuple]) -> None:
         more = f" and all of {left_steps} earlier steps" if left_steps else ""
         collection.notes.append(
             f"Cut: this page shows {len(entries):,} prompt groups with {collection.tokens:,} tokens, and takes "
-            f"{MAX_GROUPS:,} groups and {MAX_TOKENS:,} tokens. {left_groups:,} groups of the first steps shown{more} are left "
-            "out; --steps chooses which are shown."
+            f"{MAX_GROUPS:,} groups and {MAX_TOKENS:,} tokens. {left_groups:,} groups of the steps that are shown{more} are "
+            "left out; --steps chooses which are shown."
         )
 
 

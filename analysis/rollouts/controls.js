@@ -84,9 +84,8 @@ function writeList() {
 function promptItem(place, withRun) {
   const group = page.groups[place], scored = group.rewards.filter(reward => reward !== null);
   const mean = scored.length ? written(scored.reduce((sum, reward) => sum + reward, 0) / scored.length) : "–";
-  const text = group.text.replace(/<\|[^|>]*\|>(system|user|assistant)?/g, " ").trim() || group.text;
   const where = withRun ? `${page.runs[group.run].label}, step ${group.step}, ` : "";
-  const button = node("button", {type: "button"}, node("span", {className: "excerpt"}, text.slice(0, 300)),
+  const button = node("button", {type: "button"}, node("span", {className: "excerpt"}, withoutTags(group.text).slice(0, 300)),
     node("span", {className: "muted"}, `${where}prompt ${group.prompt}, mean reward ${mean}`));
   if (place === chosen.place) button.setAttribute("aria-current", "true");
   button.addEventListener("click", () => choose(place));

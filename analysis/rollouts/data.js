@@ -60,6 +60,11 @@ function tokenText(rollout, place) {
   return page.strings[rollout.tokens[place] % 2 ** 31];
 }
 
+// Returns a text without the marks of chat templates, which say who speaks, and without line ends.
+function withoutTags(text) {
+  return text.replace(/<\|[^|>]*\|>(system|user|assistant|tool)?/g, " ").replace(/[\s\u21b5]+/g, " ").trim() || text;
+}
+
 // Returns the quantities that a group can be coloured by.
 function offered(group) {
   const has = name => group.values.includes(name);

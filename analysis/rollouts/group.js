@@ -91,7 +91,7 @@ class GroupView {
       content.append(span);
     }
     if (kind === "text") return content;
-    const preview = kind === "output" ? node("span", {className: "preview"}, content.textContent.trim().slice(0, 80)) : null;
+    const preview = kind === "output" ? node("span", {className: "preview"}, withoutTags(content.textContent).slice(0, 80)) : null;
     const fold = node("details", {className: "tool", open: this.look.folded === null ? kind === "call" : !this.look.folded});
     fold.append(node("summary", {}, `tool ${kind}, ${to - from} tokens `, preview), content);
     return fold;

@@ -115,6 +115,6 @@ def check_lengths(file: Path, tokens: list[NDArray], own: list[NDArray], lists: 
         counts = {name: len(values[i]) for name, values in lists.items()}
         if len(mask) != len(tokens[i]) or set(counts.values()) - {int(mask.sum())}:
             raise RunError(
-                f"{file} is damaged: row {i} has {len(tokens[i])} tokens, {int(mask.sum())} of them own, and values for "
-                f"{counts}. There must be one per own token. Remove the file."
+                f"{file} is damaged: row {i} has {len(tokens[i])} tokens, {int(mask.sum())} of them own, and as "
+                f"values {counts}. There must be one per own token. Remove the file."
             )

@@ -31,7 +31,7 @@ def background(value: float, limit: float, by: str = "advantage") -> tuple[int, 
 
     Args:
         value: of the token.
-        limit: the value that has the full colour; 0 where all values are 0. A probability has it at 0, whatever this is.
+        limit: the value that has the full colour; 0 where all values are 0. A probability has it at 0.
         by: what the value is, of FULL_COLOURS.
 
     Returns:
