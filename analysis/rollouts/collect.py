@@ -97,8 +97,8 @@ def fill(collection: Collection, queue: list[tuple]) -> None:
         more = f" and all of {left_steps} earlier steps" if left_steps else ""
         collection.notes.append(
             f"Cut: this page shows {len(entries):,} prompt groups with {collection.tokens:,} tokens, and takes "
-            f"{MAX_GROUPS:,} groups and {MAX_TOKENS:,} tokens. {left_groups:,} groups of the steps that are shown{more} are "
-            "left out; --steps chooses which are shown."
+            f"{MAX_GROUPS:,} groups and {MAX_TOKENS:,} tokens. {left_groups:,} groups of the steps that are "
+            f"shown{more} are left out; --steps chooses which are shown."
         )
 
 

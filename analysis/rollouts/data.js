@@ -1,6 +1,7 @@
 // What the page holds: facts of every group at once, the numbers of a group when it is looked at. pack.py packs them.
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
+for (const group of page.groups) group.rewards = group.rewards.map(reward => reward === null ? null : +reward);
 const QUANTITIES = { // what a token is coloured by -> how it is called, and its sign in the glossary
   "advantage": "A", "baseline": "B", "energy": "W", "score norm": "w", "probability": "π",
 };

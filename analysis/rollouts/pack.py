@@ -66,7 +66,7 @@ def facts(group: Group, full: Group) -> dict:
         "prompt": group.prompt,
         "text": group.text,
         "rollouts": group.rollouts,
-        "rewards": [None if math.isnan(reward) else reward for reward in group.rewards],
+        "rewards": [None if math.isnan(reward) else finite(reward) for reward in group.rewards],
         "endings": group.endings,
         "lengths": [int(full.own[i].sum()) for i in rows],
         "tools": [int((~full.own[i]).sum()) for i in rows],
@@ -74,6 +74,11 @@ def facts(group: Group, full: Group) -> dict:
         "own": [int(group.own[i].sum()) for i in rows],  # own tokens in the blob
         "values": [name for name in VALUES if name in with_score_norms(group.values[0])],
     }
+
+
+def finite(value: float) -> float | str:
+    """Returns a number as JSON takes it: infinity, which it does not have, as the text that JavaScript reads."""
+    return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 def with_score_norms(values: dict[str, NDArray]) -> dict[str, NDArray]:

@@ -9,8 +9,22 @@ from pathlib import Path
 
 import pytest
 
-FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --force-color-profile=srgb""".split()
+from tests.support.waiting import wait_for
+
+FLAGS = (
+    "headless=new",
+    "no-sandbox",
+    "disable-gpu",
+    "disable-quic",
+    "no-first-run",
+    "disable-background-networking",
+    "disable-component-update",
+    "disable-sync",
+    "disable-dev-shm-usage",
+    "hide-scrollbars",
+    "force-color-profile=srgb",
+    "host-resolver-rules=MAP * ~NOTFOUND",
+)
 
 
 def programs() -> tuple[str, str]:
@@ -31,8 +45,8 @@ def chromium(profile: Path) -> Iterator["Browser"]:
     browser, driver = programs()
     options = webdriver.ChromeOptions()
     options.binary_location = browser
-    for flag in (*FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"):
-        options.add_argument(flag)
+    for flag in (*FLAGS, f"user-data-dir={profile}"):
+        options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     window = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
     try:
@@ -42,7 +56,7 @@ def chromium(profile: Path) -> Iterator["Browser"]:
 
 
 class Browser:
-    """What the tests do with a page; `window` is Selenium's."""
+    """What tests do with a page; `window` is Selenium's."""
 
     def __init__(self, window):
         self.window = window
@@ -50,15 +64,14 @@ class Browser:
     def open(self, page: Path, fragment: str = "", width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Opens a page anew, in a window of this size, with or without the wish for dark pages."""
         self.window.get("about:blank")
-        self.command(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.command("Emulation.setEmulatedMedia", features=[scheme])
+        self.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.window.get(page.as_uri() + ("#" + fragment if fragment else ""))
 
-    def command(self, name: str, **parameters) -> dict:
-        return self.window.execute_cdp_cmd(name, parameters)
+    def resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.window.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def js(self, script: str, *arguments):
         """What a script returns."""
@@ -66,9 +79,25 @@ class Browser:
 
     def wait(self, script: str, *arguments) -> None:
         """Waits until a script returns something true."""
-        from tests.support.waiting import wait_for
+        wait_for(lambda: self.js(script, *arguments), every=0.02)
 
-        wait_for(lambda: self.js(script, *arguments))
+    def find(self, selector: str):
+        return self.window.find_element("css selector", selector)
+
+    def texts(self, selector: str) -> list[str]:
+        """The texts of the elements that can be seen."""
+        found = self.window.find_elements("css selector", selector)
+        return [element.text for element in found if element.is_displayed()]
+
+    def press(self, keys: str) -> None:
+        """Types into whatever has the focus."""
+        self.window.switch_to.active_element.send_keys(keys)
+
+    def point(self, element) -> None:
+        """Moves the pointer over an element."""
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.window).move_to_element(element).perform()
 
     def complaints(self) -> list[str]:
         """What the console said since the last call."""
@@ -78,8 +107,4 @@ class Browser:
         """Addresses on a network that were asked for since the last call."""
         messages = [json.loads(entry["message"])["message"] for entry in self.window.get_log("performance")]
         sent = [one["params"] for one in messages if one["method"] == "Network.requestWillBeSent"]
-        addresses = [one["request"]["url"] for one in sent]
-        return [address for address in addresses if address.startswith(("http", "ws"))]
-
-    def screenshot(self, file: Path) -> None:
-        self.window.save_screenshot(str(file))
+        return [one["request"]["url"] for one in sent if one["request"]["url"].startswith(("http", "ws"))]

@@ -17,7 +17,7 @@ def screenshots(page: Path, folder: Path, fragment: str = "") -> None:
             for dark in (False, True):
                 browser.open(page.resolve(), fragment, width, height, dark)
                 browser.wait("return document.querySelector('.t') !== null")
-                browser.screenshot(folder / f"{width}-{'dark' if dark else 'light'}.png")
+                browser.window.save_screenshot(str(folder / f"{width}-{'dark' if dark else 'light'}.png"))
         for complaint in browser.complaints():
             print(complaint)
 
