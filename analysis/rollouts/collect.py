@@ -1,0 +1,121 @@
+"""Collects the prompt groups of some runs for one page: the last steps first, until the page is full."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from analysis.arms import arm_name, colour, label, shipped_baselines
+from analysis.rollouts.pack import MAX_GROUPS, MAX_TOKENS, blob, bounded, facts, token_count
+from analysis.rollouts.read import Strings, read_groups
+from analysis.runs.read_run import find_runs
+from analysis.runs.rows import flat_cells, read_mapping, yaml_mapping
+from analysis.runs.samples import read_samples
+from otb.errors import RunError
+from otb.records import RunDirectory, sample_step
+
+
+@dataclass
+class Collection:
+    """What a page shows. The groups stand by run, step and prompt; `blobs` has the numbers of each."""
+
+    runs: list[dict]
+    groups: list[dict] = field(default_factory=list)
+    blobs: list[str] = field(default_factory=list)
+    strings: Strings = field(default_factory=Strings)
+    notes: list[str] = field(default_factory=list)
+    tokens: int = 0
+
+
+def collect(folders: list[Path], steps: list[int] | None = None) -> Collection:
+    """Reads the kept rollouts of runs.
+
+    Args:
+        folders: run directories, or folders of them.
+        steps: only these; None for all that were kept.
+
+    Raises:
+        RunError: nothing was kept, or nothing of these steps.
+    """
+    runs = [run for folder in folders for run in find_runs(folder)] or folders
+    runs = list(dict.fromkeys(run.resolve() for run in runs))
+    files = {run: kept for run in runs if (kept := files_by_step(run))}
+    if not files:
+        read_samples(runs[0])  # says what is missing, and how to have it
+    chosen = {}
+    for run, kept in files.items():
+        if shown := {step: kept[step] for step in kept if steps is None or step[0] in steps}:
+            chosen[run] = shown
+    if not chosen:
+        there = sorted({step for kept in files.values() for step, _ in kept})
+        asked = ",".join(map(str, steps or []))
+        raise RunError(f"--steps={asked}: no rollouts of these were kept; kept: {', '.join(map(str, there))}.")
+    collection = Collection(describe(list(chosen)))
+    queue = []
+    for run, kept in enumerate(chosen.values()):
+        queue += [(place, run, step, kept[step]) for place, step in enumerate(reversed(kept))]
+    fill(collection, sorted(queue))
+    if not collection.groups:
+        raise RunError(f"No rollouts could be read. {' '.join(collection.notes)}")
+    return collection
+
+
+def files_by_step(run: Path) -> dict[tuple[int, bool], list[Path]]:
+    """Returns (step, whether it failed) -> its files, ascending. A failed step has one from each process."""
+    files: dict[tuple[int, bool], list[Path]] = {}
+    for file in sorted(RunDirectory(run).rollouts.glob("*.parquet"), key=lambda file: (sample_step(file), file.name)):
+        files.setdefault((sample_step(file), file.name.startswith("failed")), []).append(file)
+    return files
+
+
+def fill(collection: Collection, queue: list[tuple]) -> None:
+    """Adds the groups of (_, run, step, files) in turn, while there is room; notes say what was left out."""
+    entries: list[tuple[tuple, dict, str]] = []
+    left_groups, left_steps = 0, 0
+    for _, run, (step, failed), files in queue:
+        if left_groups:
+            left_steps += 1
+            continue
+        try:
+            groups = list(read_groups(files, collection.strings))
+        except RunError as error:
+            collection.notes.append(f"Not read: {error}")
+            continue
+        for group in groups:
+            if len(entries) >= MAX_GROUPS or collection.tokens + token_count(group) > MAX_TOKENS:
+                left_groups += 1
+                continue
+            cut, cuts = bounded(group)
+            collection.tokens += token_count(cut)
+            name = f"{step} (failed)" if failed else str(step)
+            entry = {"run": run, "step": name, "cuts": cuts} | facts(cut, group)
+            entries.append(((run, step, failed, group.prompt), entry, blob(cut)))
+    entries.sort(key=lambda entry: entry[0])
+    collection.groups, collection.blobs = [entry for _, entry, _ in entries], [numbers for *_, numbers in entries]
+    if left_groups:
+        more = f" and all of {left_steps} earlier steps" if left_steps else ""
+        collection.notes.append(
+            f"Cut: this page shows {len(entries):,} prompt groups with {collection.tokens:,} tokens, and takes "
+            f"{MAX_GROUPS:,} groups and {MAX_TOKENS:,} tokens. {left_groups:,} groups of the steps that are "
+            f"shown{more} are left out; --steps chooses which are shown."
+        )
+
+
+def describe(runs: list[Path]) -> list[dict]:
+    """Returns name, label and colour of each run. Labels of two runs never are the same."""
+    shipped, described = shipped_baselines(), []
+    home = Path(os.path.commonpath(runs)) if len(runs) > 1 else runs[0].parent
+    for run in runs:
+        name = run.relative_to(home).as_posix()
+        config = flat_cells(read_mapping(RunDirectory(run).config_file, yaml_mapping, []))
+        arm = arm_name({"kind": "otb", "run": name} | config, shipped)
+        size = config.get("group_size")
+        words = [label(arm, size) if arm != "unknown" else name]
+        words += [f"seed {config['seed']}"] if "seed" in config else []
+        described.append({"name": name, "label": ", ".join(words), "colour": colour(arm)})
+    labels = [run["label"] for run in described]
+    for run in described:
+        if labels.count(run["label"]) > 1:
+            run["label"] += f" ({run['name']})"
+    return described
