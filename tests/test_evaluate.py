@@ -417,6 +417,21 @@ def test_any_maths_set_is_evaluated_with_python_by_its_number_of_turns():
     assert tools.folder_of_all("aime24") != plain.folder_of_all("aime24")
 
 
+def test_a_run_with_python_is_evaluated_with_python_and_its_own_limits(tmp_path):
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        recorded = compose("config", ["task=dapo_math_tools", "task.max_completion_length=2048"])
+    OmegaConf.save(recorded, tmp_path / "config.yaml", resolve=True)
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    sets = planned(f"run={tmp_path}", "tasks=[aime25,arithmetic]").configurations
+    assert [cfg.task.max_completion_length for cfg in sets.values()] == [2048, 2048]
+    assert sets["aime25"].task.max_turns == 5 and "max_turns" not in sets["arithmetic"].task
+    typed = planned(f"run={tmp_path}", "tasks=[aime25]", "++task.max_turns=3", "++task.max_completion_length=512")
+    assert (typed.configurations["aime25"].task.max_turns, typed.cfg.run) == (3, str(tmp_path))
+    assert typed.configurations["aime25"].task.max_completion_length == 512
+
+
 def test_one_vllm_serves_sets_with_python_or_without(monkeypatch):
     monkeypatch.setattr("experiments.hardware.importlib.util.find_spec", lambda name: object())
     monkeypatch.delenv("WORLD_SIZE", raising=False)
