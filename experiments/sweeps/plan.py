@@ -27,10 +27,10 @@ def plan(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequen
         cfg = composer.compose(overrides)
         run = str(run_path(cfg, list(overrides), dict(cfg.hydra.runtime.choices)).absolute())
         if run in seen:
+            apart = [override for override in overrides if override not in jobs[seen[run]].overrides]
             raise RunError(
-                f"runs {seen[run]} and {number} of the sweep ({' '.join(jobs[seen[run]].overrides)}; "
-                f"{' '.join(overrides)}) are both {run}: what they differ in makes no other run (docs/runs.md). Sweep "
-                "over other keys."
+                f"runs {seen[run]} and {number} of the sweep are both {run}: what they differ in "
+                f"({' '.join(apart) or 'nothing'}) makes no other run (docs/runs.md). Sweep over other keys."
             )
         seen[run] = number
         job = Job(number, run, list(overrides), cfg.steps)
