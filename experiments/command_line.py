@@ -79,6 +79,10 @@ def refuse_unknown_choices(arguments: list[str], config_name: str = "config") ->
     sections = {name: list(node) for name, node in config.items() if isinstance(node, dict) and name != "hydra"}
     groups = [name for default in config.pop("defaults") if isinstance(default, dict) for name in default]
     keys = [*config, *(group for group in groups if group in GROUPS)]
+    for argument in arguments:
+        name = argument.lstrip("-").partition("=")[0]
+        if argument.startswith("-") and name in keys:
+            raise RunError(f"{argument} is no option; keys are written without dashes. Try {name}=VALUE.")
     for argument in get_args_parser().parse_args(arguments).overrides:  # not the `job` of `--cfg job`
         try:
             override = OverridesParser.create().parse_override(argument)

@@ -132,7 +132,7 @@ def sampled_source(cfg: DictConfig, name: str) -> str:
     except (OSError, ValueError) as error:
         raise RunError(
             f"model.revision={revision} of {name} cannot be fetched for vLLM: {first_line(error)}. With network, run: "
-            f"python -m otb.prefetch --model {name} --revision {revision}"
+            f"python experiments/prefetch.py --model {name} --revision {revision}"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Fetches data sets and models into the Hugging Face cache, on a login node, for compute nodes without network.
 
     python experiments/prefetch.py --task dapo_math aime25 --model Qwen/Qwen2.5-7B
-    python -m otb.prefetch --dataset openai/gsm8k --config main
+    python experiments/prefetch.py --dataset openai/gsm8k --config main
 
 Afterwards HF_HUB_OFFLINE=1 with the same HF_HOME finds them. `hf download` is not enough: offline, `datasets` finds
 only what it has prepared itself. And of a model it takes the weights in every format that there is.
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     if constants.HF_HUB_OFFLINE:
         print(
             "HF_HUB_OFFLINE is set: prefetching needs the network. Run it where there is one, as `HF_HUB_OFFLINE=0 "
-            "python -m otb.prefetch ...`.",
+            "python experiments/prefetch.py ...`.",
             file=sys.stderr,
         )
         return CRASHED

@@ -63,7 +63,7 @@ class Progress:
         """Shows a row of metrics.jsonl."""
         facts = f"reward {row['reward_mean']:.2f}" if "reward_mean" in row else "no rollout scored"
         if self.accuracy is not None:
-            facts += f"  accuracy {self.accuracy:.2f}"
+            facts += f"  held-out {self.accuracy:.2f}"
         facts += f"  tokens {row['own_tokens_total']:,.0f}"
         self._advance("training", row["step"], self.steps, facts)
 

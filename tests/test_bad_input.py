@@ -30,6 +30,7 @@ SETTINGS = {
     "evaluation.evry=5": ("evaluation.evry", "no key of evaluation", "Did you mean every?"),
     "+evaluation.evry=5": ("evaluation.evry", "no key of evaluation", "Did you mean every?"),
     "steps=[1": ("steps=[1", "cannot be read as KEY=VALUE", "Quote"),
+    "--steps 10": ("--steps", "written without dashes", "Try steps=VALUE"),
     "group_size=0": ("group_size=0", "whole number >= 1", "Try group_size=1"),
     "group_size=2.5": ("group_size=2.5", "whole number >= 1", "Try group_size=1"),
     "baseline=rloo group_size=1": (
@@ -214,7 +215,7 @@ DATA = {
     "a dataset of the hub that is not cached": (
         GOOD,
         ["task.path=someone/some-set"],
-        ("path='someone/some-set'", "not in the cache", "python -m otb.prefetch --dataset someone/some-set"),
+        ("path='someone/some-set'", "not in the cache", "python experiments/prefetch.py --dataset someone/some-set"),
     ),
     "prompts longer than the limit": (
         GOOD,
@@ -267,7 +268,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(unreadable_weights, tmp_
 def test_a_model_of_the_hub_that_is_not_cached_offline_names_the_command_that_fetches_it(tmp_path, log):
     given = ["model=hub", "model.name=someone/some-model", "model.revision=v2", f"runs_dir={tmp_path}"]
     code, printed = commands.run(given, log, HF_HUB_OFFLINE="1")
-    fix = "python -m otb.prefetch --model someone/some-model --revision v2"
+    fix = "python experiments/prefetch.py --model someone/some-model --revision v2"
     assert_refused(code, printed, ("model.name=someone/some-model", "not in the cache", fix))
 
 

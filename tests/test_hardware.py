@@ -192,7 +192,7 @@ def test_vllm_in_the_processes_loads_the_revision_from_a_copy_of_it(tmp_path, mo
     assert hardware.sampled_source(composed("model.revision=v1"), "someone/model") == "someone/model"
     assert hardware.sampled_source(composed("rollouts_by=vllm"), "someone/model") == "someone/model"
     cfg.model.revision = "v2"
-    with pytest.raises(RunError, match="python -m otb.prefetch --model someone/model --revision v2"):
+    with pytest.raises(RunError, match="python experiments/prefetch.py --model someone/model --revision v2"):
         hardware.sampled_source(cfg, "someone/model")
 
 

@@ -257,7 +257,7 @@ def broken(folder: Path, case: str) -> Maths:
         ("two evaluations", ["one of them", "task.eval_split=null"]),
         (
             "hub id not cached",
-            ["otb.prefetch --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
+            ["experiments/prefetch.py --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
         ),
     ],
 )

@@ -258,6 +258,8 @@ def test_configuration_without_the_new_groups_is_ddp_with_hf_generate_in_one_pro
     assert (step.parallel, step.sampler, step.processes, step.rollouts, step.forward) == ("ddp", "hf", 1, 2048, 8)
     cfg.hydra = {"launcher": {"nodes": 2, "tasks_per_node": 8}}
     assert step_of(cfg, 80e9).processes == 16
+    cfg.gpus = 8  # of a run on one machine
+    assert step_of(cfg, 80e9).processes == 16
 
 
 def test_refusal_says_what_is_needed_and_what_would_fit():

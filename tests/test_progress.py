@@ -124,7 +124,7 @@ def test_an_evaluation_is_a_line_and_its_accuracy_stays_in_the_lines_after_it(cl
     progress.evaluation({"step": 1, "samples": 4, "prompts": 128})
     assert capsys.readouterr().out.splitlines() == [
         "step 0: held-out accuracy 0.500 (avg@4 on 128 prompts)",
-        "training 1/1  reward 0.50  accuracy 0.50  tokens 1,000",
+        "training 1/1  reward 0.50  held-out 0.50  tokens 1,000",
         "step 1: no sample scored (avg@4 on 128 prompts)",
     ]
 

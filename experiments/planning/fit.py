@@ -50,7 +50,7 @@ def check_card(cfg: DictConfig, processes: int | None = None) -> None:
 def refuse_if_it_cannot_fit(cfg: DictConfig, card_memory_bytes: float, processes: int | None = None) -> None:
     """Raises RunError where a run's peak by experiments/planning/memory.py is TOLERANCE above the memory of its GPU.
 
-    processes: of the run; None for `gpus`, or those that the launcher of a composed sweep (`cfg.hydra`) starts.
+    processes: of the run; None for those that SLURM's launcher of a composed sweep (`cfg.hydra`) starts, else `gpus`.
     Nothing is raised for a model whose architecture is not known: a hub id that conf/architectures does not describe.
     """
     try:
@@ -220,8 +220,7 @@ def step_of(
 
 
 def processes_of(cfg: DictConfig) -> int:
-    """Returns the processes of a run, one per GPU: `gpus`, else nodes x tasks_per_node of the launcher, else 1."""
-    if gpus := OmegaConf.select(cfg, "gpus"):
-        return int(gpus)
-    nodes = OmegaConf.select(cfg, "hydra.launcher.nodes") or 1
-    return int(nodes) * int(OmegaConf.select(cfg, "hydra.launcher.tasks_per_node") or 1)
+    """Returns the processes of a run, one per GPU: nodes x tasks_per_node of SLURM's launchers, else `gpus`, else 1."""
+    if nodes := OmegaConf.select(cfg, "hydra.launcher.nodes"):
+        return int(nodes) * int(cfg.hydra.launcher.tasks_per_node)
+    return int(OmegaConf.select(cfg, "gpus") or 1)

@@ -178,7 +178,7 @@ def _place(name: str, revision: str | None, gguf_file: str | None) -> str:
             raise RunError(
                 f"model.gguf_file={gguf_file} of model.name={name} cannot be read: {first_line(error)}. It must be a "
                 "GGUF file of an architecture that transformers unpacks (Llama, Qwen2, Qwen3, ...), in a folder or on "
-                f"the hub; with network, run: python -m otb.prefetch --model {name} --gguf-file {gguf_file}"
+                f"the hub; with network, run: python experiments/prefetch.py --model {name} --gguf-file {gguf_file}"
             ) from error
     folder = Path(name).expanduser()
     return str(folder) if folder.is_dir() else name
@@ -192,5 +192,5 @@ def _unreadable(place: str, revision: str | None, error: Exception) -> RunError:
         )
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     why = "it is not in the cache and HF_HUB_OFFLINE is set" if offline else first_line(error)
-    fetch = f"python -m otb.prefetch --model {place}" + (f" --revision {revision}" if revision else "")
+    fetch = f"python experiments/prefetch.py --model {place}" + (f" --revision {revision}" if revision else "")
     return RunError(f"model.name={place} is no folder, and the hub does not give it: {why}. With network, run: {fetch}")

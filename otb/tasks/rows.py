@@ -151,6 +151,6 @@ def _not_from_the_hub(source: Source, error: Exception) -> str:
     return (
         f"path={source.path!r} is no local file or folder, and as a hub id it could not be read: {why} "
         f"({type(error).__name__}: {first_line(error)[:200]}). "
-        f"Run `python -m otb.prefetch {arguments}` where there is network (same HF_HOME), or give a local folder: "
-        "task.path=FOLDER." + (" Another hub id needs task.revision=null." if source.revision else "")
+        f"Run `python experiments/prefetch.py {arguments}` where there is network (same HF_HOME), or give a local "
+        "folder: task.path=FOLDER." + (" Another hub id needs task.revision=null." if source.revision else "")
     )
