@@ -286,16 +286,14 @@ class OTBTrainer(GRPOTrainer):
         `reduce` returned, empty without one.
         """
         measured: dict = {"reduced": {}, "totals": {}}
+        self._log_probs = output.get("old_per_token_logps")
         if "hidden_states" in self._needs:
             parts: list[tuple[Tensor, dict, dict]] = []
-            probabilities = self._extra_pass(output, parts)
+            self._log_probs, _ = probabilities = self._extra_pass(output, parts)
             measured["reduced"] = joined_rows([(rows, kept) for rows, kept, _ in parts])
             measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
         elif self._needs_score_norms:
-            probabilities = self._probabilities(output)
-        else:
-            probabilities = output.get("old_per_token_logps"), None
-        self._log_probs = probabilities[0]
+            self._log_probs, _ = probabilities = self._probabilities(output)
         if self._needs_score_norms:
             measured["score_norms"] = own.pack(proxy(output, *probabilities))
         for name in sorted(self._needs & EXACT_NORMS):

@@ -53,8 +53,8 @@ def collect(folders: list[Path], steps: list[int] | None = None) -> Collection:
         raise RunError(f"--steps={asked}: no rollouts of these were kept; kept: {', '.join(map(str, there))}.")
     collection = Collection(describe(list(chosen)))
     queue = []
-    for run, kept in enumerate(chosen.values()):
-        queue += [(place, run, step, kept[step]) for place, step in enumerate(reversed(kept))]
+    for number, kept in enumerate(chosen.values()):
+        queue += [(place, number, step, kept[step]) for place, step in enumerate(reversed(kept))]
     fill(collection, sorted(queue))
     if not collection.groups:
         raise RunError(f"No rollouts could be read. {' '.join(collection.notes)}")
@@ -114,8 +114,8 @@ def describe(runs: list[Path]) -> list[dict]:
         words = [label(arm, size) if arm != "unknown" else name]
         words += [f"seed {config['seed']}"] if "seed" in config else []
         described.append({"name": name, "label": ", ".join(words), "colour": colour(arm)})
-    labels = [run["label"] for run in described]
-    for run in described:
-        if labels.count(run["label"]) > 1:
-            run["label"] += f" ({run['name']})"
+    labels = [one["label"] for one in described]
+    for one in described:
+        if labels.count(one["label"]) > 1:
+            one["label"] += f" ({one['name']})"
     return described
