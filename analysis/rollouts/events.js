@@ -70,7 +70,7 @@ $("beside").addEventListener("change", event => {
 for (const input of document.getElementsByName("by")) input.addEventListener("change", () => colourBy(input.value));
 for (const [id, action] of Object.entries({
   earlier: () => nextStep(-1), later: () => nextStep(1), "previous-prompt": () => nextPrompt(-1), "next-prompt": () => nextPrompt(1),
-  reset: resetFilters, "show-keys": () => $("keys").showModal(), fold: () => fold(true), unfold: () => fold(false),
+  "show-all": resetFilters, "show-keys": () => $("keys").showModal(), fold: () => fold(true), unfold: () => fold(false),
 })) $(id).addEventListener("click", action);
 $("search").addEventListener("input", writeList);
 $("filters").addEventListener("input", filter);
