@@ -60,9 +60,11 @@ def address(chrome) -> str:
 # ---- load and choose
 
 
-def test_page_opens_on_the_first_group_and_shows_its_rollouts_one_above_the_other(opened):
+def test_page_opens_on_the_last_step_and_shows_its_rollouts_one_above_the_other(opened):
     chrome = opened("")
-    assert chrome.find("h2").text == "GRPO, N=4, seed 0"
+    assert chrome.texts("section > header")[0].startswith(
+        "GRPO, N=4, seed 0\ngrpo-n4-seed0\nstep 40, prompt 0, 3 rollouts"
+    )
     heads = chrome.texts(".headline")
     assert [re.sub(r"\s+", " ", head) for head in heads] == [
         "rollout 0 reward 1 10 tokens advantage +0.750 to +0.955 energy 5.00",
@@ -80,11 +82,11 @@ def test_run_step_and_prompt_are_chosen_and_stand_in_the_address(opened):
     chrome = opened("")
     Select(chrome.find("#run")).select_by_visible_text("OTB, N=4, seed 0")
     chrome.wait("return document.querySelector('h2').innerText.startsWith('OTB')")
-    Select(chrome.find("#step")).select_by_visible_text("40")
-    chrome.wait("return document.querySelector('section > header').innerText.includes('step 40')")
+    Select(chrome.find("#step")).select_by_visible_text("20")
+    chrome.wait("return document.querySelector('section > header').innerText.includes('step 20')")
     chrome.window.find_elements("css selector", "#prompts button")[2].click()
     chrome.wait("return document.getElementById('prompt').textContent === 'how many apples ?'")
-    assert address(chrome) == "run=otb-n4-seed0&step=40&prompt=2"
+    assert address(chrome) == "run=otb-n4-seed0&step=20&prompt=2"
     assert [one.text for one in chrome.window.find_elements("css selector", "#prompts [aria-current]")] == [
         "how many apples ?\nprompt 2, mean reward 0.5"
     ]

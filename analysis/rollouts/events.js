@@ -88,4 +88,5 @@ addEventListener("hashchange", follow);
 dark.addEventListener("change", () => colourBy(chosen.by));
 new ResizeObserver(() => { for (const view of shownViews()) view.redraw(); }).observe($("groups"));
 $("filter-fold").open = innerWidth >= 900;
+chosen.place = firstPlace();
 follow();

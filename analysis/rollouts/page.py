@@ -13,7 +13,7 @@ from analysis.runs.token_colours import FULL_COLOURS
 from otb.errors import unwritable
 
 HERE = Path(__file__).parent
-SCRIPTS = ("data", "colours", "chart", "group", "page", "controls", "events")  # in the order in which they run
+SCRIPTS = ("data", "colours", "chart", "group", "page", "token", "controls", "events")  # in the order in which they run
 ENDINGS = {"end": "ended by itself", "length": "truncated", "turns": "cut by the turn limit"}
 KEYS = {
     "n p": "next, previous prompt",
