@@ -194,6 +194,8 @@ def test_search_finds_prompts_of_all_runs_and_steps(opened):
     assert (
         chrome.texts("#prompts button")[3] == "how many apples ?\nOTB, N=4, seed 0, step 40, prompt 2, mean reward 0.5"
     )
+    chrome.press("\n")
+    chrome.wait("return document.getElementById('prompt').textContent === 'how many apples ?'")
     chrome.find("#search").clear()
     chrome.find("#search").send_keys("pears")
     assert chrome.find("#prompts-found").text == "0 prompts found in all runs and steps"
@@ -257,6 +259,17 @@ def test_older_files_offer_what_they_hold(opened):
     chrome.point(token(chrome, 0, 2))
     values = chrome.js(VALUES)
     assert values["probability π"] == values["baseline B"] == "–" and values["energy W"] == "1"
+
+
+def test_a_value_that_is_not_finite_stands_out_and_one_that_is_absent_has_no_colour(opened):
+    from selenium.webdriver.support.color import Color
+
+    chrome = opened("run=rloo-n4-seed0&step=40&prompt=0")
+    chrome.js("views[0].rollouts[0].advantage[1] = NaN; views[0].recolour(views[0].look)")
+    shown = token(chrome, 0, 1)
+    assert Color.from_string(shown.value_of_css_property("background-color")).hex == "#1b1f24"  # that of text
+    chrome.js("views[0].recolour({...views[0].look, by: 'probability'})")
+    assert Color.from_string(shown.value_of_css_property("background-color")).alpha == "0"
 
 
 def test_dark_pages_are_dark_and_every_token_can_be_read(opened):

@@ -32,6 +32,7 @@ addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("dialog")) return;
   const area = event.target.closest(".tokens");
   if (area) move(event, area);
+  if (event.key === "Enter" && event.target === $("search")) nextPrompt(0);
   if (event.key === "Escape" && event.target.closest("input, select")) event.target.blur();
   if (event.target.closest("input:not([type=radio]), select") || !KEYS[event.key]) return;
   event.preventDefault();
@@ -89,4 +90,5 @@ dark.addEventListener("change", () => colourBy(chosen.by));
 new ResizeObserver(() => { for (const view of shownViews()) view.redraw(); }).observe($("groups"));
 $("filter-fold").open = innerWidth >= 900;
 chosen.place = firstPlace();
+$("too-old").hidden = "DecompressionStream" in window;
 follow();

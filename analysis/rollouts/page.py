@@ -19,7 +19,7 @@ KEYS = {
     "n p": "next, previous prompt",
     "[ ]": "previous, next step",
     "1 2 3 4 5": "colour by " + ", ".join(FULL_COLOURS),
-    "/": "search in the prompts",
+    "/ Enter": "search in the prompts, go to the first found",
     "Tab": "to the next rollout",
     "← →": "previous, next token of the rollout",
     "↑ ↓": "the same token of the rollout above, below",
