@@ -255,6 +255,7 @@ def test_older_files_offer_what_they_hold(opened):
         "return [...document.getElementsByName('by')].filter(one => !one.disabled).map(one => one.value)"
     )
     assert enabled == ["advantage", "energy", "score norm"]
+    assert chrome.find("[title='This run did not keep it.']").text == "baseline"
     assert chrome.texts("figcaption") == ["realized energy W"]
     chrome.point(token(chrome, 0, 2))
     values = chrome.js(VALUES)
