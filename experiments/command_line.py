@@ -62,7 +62,7 @@ def run_hydra(main: Callable[[], None], script: str, arguments: list[str], confi
 def accept_open_keys(arguments: list[str]) -> list[str]:
     """Returns the arguments as Hydra takes them.
 
-    `trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`, as checks.py knows the target's keys and suggests a near miss.
+    `trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`, as checks/ knows the target's keys and suggests a near miss.
     `-m` may stand anywhere; Hydra reads it only before or after all the others.
     """
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))

@@ -32,23 +32,24 @@ def told_by_the_first(work: Callable[[], T]) -> T:
     """Returns what `work` returns in the first process of a run; the others wait for it and do nothing.
 
     So what it writes, such as the caches of `datasets`, is there for the others afterwards. The process group must have
-    begun where there are several. Raises, in all processes, the RunError that it raises.
+    begun where there are several. Raises what it raises, in the others as a RunError.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return work()
     from accelerate.utils import broadcast_object_list
 
-    result: T | None = None
-    refusal = None
+    result, failure = None, None
     if int(os.environ["RANK"]) == 0:
         try:
             result = work()
-        except RunError as error:
-            refusal = str(error)
-    result, refusal = broadcast_object_list([result, refusal])
+        except Exception as error:  # whatever it is, the others wait to be told
+            failure = error
+    result, refusal = broadcast_object_list([result, None if failure is None else str(failure)])
+    if failure is not None:
+        raise failure
     if refusal is not None:
         raise RunError(refusal)
-    return result  # type: ignore[return-value]
+    return result
 
 
 def load_rows(cfg: DictConfig, task: Task) -> Rows:

@@ -189,10 +189,11 @@ def run_of(cfg: DictConfig, assumptions: DictConfig, step: Step, scores: bool) -
     evaluation = OmegaConf.select(cfg, "task.evaluation.name") or cfg.task.get("name") or ""
     rows = assumptions.evaluation_prompts.get(evaluation) or cfg.task.get("eval_prompts")
     limit = OmegaConf.select(cfg, "task.evaluation.max_eval_rows") or cfg.task.get("max_eval_rows")
-    prompts = None if rows is None else min(rows, limit or rows)
-    for name in cfg.evaluation.get("tasks") or ():  # further sets; one of unknown size makes the sum unknown
-        rows = assumptions.evaluation_prompts.get(name)
-        prompts = None if None in (rows, prompts) else prompts + min(rows, cfg.evaluation.max_rows or rows)
+    counts = [None if rows is None else min(rows, limit or rows)]
+    for name in cfg.evaluation.tasks or ():
+        more = assumptions.evaluation_prompts.get(name)
+        counts.append(None if more is None else min(more, cfg.evaluation.max_rows or more))
+    prompts = None if None in counts else sum(counts)
     every = cfg.evaluation.every
     return Run(
         steps=cfg.steps,

@@ -7,16 +7,13 @@ class does what within a step stands at the top of otb/trainer.py.
 
 from __future__ import annotations
 
-import copy
 import math
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -26,17 +23,17 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 from experiments import trackers
+from experiments.evaluating_trainer import EvaluatingTrainer, Samples
 from experiments.held_out import HeldOut
 from experiments.prompt_sampler import PromptSampler
+from experiments.rollout_rows import rollout_rows, write_parquet
 from experiments.run_lock import RunLock
 from experiments.warning_signal import Interrupted, received
 from otb.baselines import Baseline
 from otb.errors import RunError, unwritable
-from otb.files import whole
 from otb.records import METRICS, RunDirectory, read_rows, sample_step
 from otb.rollouts import RolloutGroups
-from otb.tool_rollouts import ENDINGS, ToolTrainer
-from otb.trainer import GRPOTrainer, isolated_random_state, response_mask
+from otb.trainer import GRPOTrainer
 
 TRL_NAMES = {  # TRL's names of what it measures -> ours
     "loss": "loss",
@@ -80,8 +77,8 @@ class Schedule:
     rollouts_groups: int  # prompt groups kept per recorded step
 
 
-class RunTrainer(ToolTrainer):
-    """A ToolTrainer that writes into a run directory and can be killed at any moment.
+class RunTrainer(EvaluatingTrainer):
+    """An EvaluatingTrainer that writes into a run directory and can be killed at any moment.
 
     Args:
         directory: where everything is written.
@@ -255,7 +252,7 @@ class RunTrainer(ToolTrainer):
         tables, rows = [], []
         for held_out in self.held_out:
             started = time.perf_counter()
-            samples = self.sample_held_out(held_out)
+            samples = self.sample_held_out(held_out, self.schedule.evaluation_samples)
             row = self._evaluation_row(samples, started)
             if self.args.report_to:
                 prefix = f"eval_{held_out.name}" if rows else "eval"
@@ -286,59 +283,6 @@ class RunTrainer(ToolTrainer):
             row["unscored"] = unscored
         return {name: value for name, value in row.items() if value is not None}
 
-    def sample_held_out(self, held_out: HeldOut) -> Samples:
-        """Draws k samples of every problem of a set, and grades them.
-
-        TRL's rollout code does the work, so that tools and vLLM are served too. The draws are the same at every call.
-        vLLM gets all prompts of a process at once: it is kept busy by many, and batches them itself.
-        """
-        samples = self.schedule.evaluation_samples
-        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        rows, parts = held_out.rows, []
-        prompts_per_batch = max(1, self.args.per_device_eval_batch_size // samples) * processes
-        if self.use_vllm:
-            prompts_per_batch = len(rows)
-        with self._evaluating(held_out.reward), isolated_random_state(seed=self.args.seed * 1000 + rank):
-            for start in range(0, len(rows), prompts_per_batch):
-                batch = rows[start : start + prompts_per_batch]
-                padded = batch + [batch[0]] * (-len(batch) % processes)  # whole prompts for every process
-                share = len(padded) // processes
-                this_process = padded[rank * share : (rank + 1) * share]
-                self._generate_and_score_completions([row for row in this_process for _ in range(samples)])
-                endings = torch.tensor([[ENDINGS.index(ending)] for ending in self._endings])
-                local = torch.cat([self._sampled_tokens, endings.to(self._sampled_tokens)], dim=1)
-                counts = self.accelerator.gather(local).view(-1, samples, 3)[: len(batch)]
-                rewards = self._summed_rewards().view(-1, samples)[: len(batch)]
-                parts.append((rewards, *counts.unbind(-1)))
-        return Samples(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
-
-    @contextmanager
-    def _evaluating(self, reward: Callable) -> Iterator[None]:
-        """Makes TRL only sample and grade: k samples per prompt, by `reward`, and without what its loss alone reads.
-
-        These are forwards of the policy that sampled, which importance ratios need, and of the reference model.
-        """
-        options = {"num_generations_eval": self.schedule.evaluation_samples, "reward_funcs": [reward]}
-        options |= {"vllm_importance_sampling_correction": False, "num_iterations": 1, "beta": 0.0}
-        before = {name: getattr(self, name) for name in options}
-        was_training = self.model.training
-        logs_before = copy.deepcopy(self._logs)  # TRL's completions table is that of training
-        self.model.eval()
-        self._set(options)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._set(before)
-            self.model.train(was_training)
-            self._metrics["eval"].clear()
-            self._seconds.clear()
-            self._logs = logs_before
-
-    def _set(self, attributes: dict) -> None:
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
     def _save_samples(self, table: pd.DataFrame) -> None:
         """Keeps the samples of an evaluation, in the first process."""
         if self.accelerator.is_main_process:
@@ -349,43 +293,14 @@ class RunTrainer(ToolTrainer):
     def _save_rollouts(self, name: str, groups: int | None) -> Path:
         """Writes prompts, responses, rewards, energies and advantages of this process's rollouts, and returns the file.
 
-        groups: how many whole groups to keep, the first ones; None for every rollout, of groups shared with other
-        processes too.
+        groups: as in rollout_rows.
         """
         path = self.directory.rollouts / f"{name}.parquet"
         if self._last_rollouts is None:
             return path
-        write_parquet(pd.DataFrame(self._rollout_rows(groups, step=sample_step(path))), path)
+        kept = rollout_rows(self._last_rollouts, self._tokenizer, groups, self.accelerator.process_index)
+        write_parquet(pd.DataFrame({"step": sample_step(path)} | row for row in kept), path)
         return path
-
-    def _rollout_rows(self, groups: int | None, step: int) -> Iterator[dict]:
-        """Yields a row per rollout that is kept (docs/runs.md). groups: as in _save_rollouts."""
-        rollouts, output = self._last_rollouts["rollouts"], self._last_rollouts["output"]
-        advantages, baseline = (self._last_rollouts[name].flatten(0, 1) for name in ("advantages", "baseline"))
-        log_probs, group_size = self._last_rollouts["log_probs"], rollouts.group_size
-        mask, own_mask = output["completion_mask"].bool(), response_mask(output)
-        count = len(own_mask) if groups is None else min(groups, len(own_mask) // group_size) * group_size
-        norms = None if rollouts.score_norms is None else rollouts.score_norms.flatten(0, 1)
-        first = self.accelerator.process_index * len(own_mask)  # this process's rows among the gathered ones
-        for i in range(count):
-            length = int(own_mask[i].sum())
-            tokens = output["completion_ids"][i][mask[i]]
-            prompt = output["prompt_ids"][i][output["prompt_mask"][i].bool()]
-            yield {
-                "step": step,
-                "prompt": (first + i) // group_size,
-                "rollout": (first + i) % group_size,
-                "prompt_text": self._tokenizer.decode(prompt),
-                "response_text": self._tokenizer.decode(tokens),
-                "tokens": [self._tokenizer.decode(token) for token in tokens],
-                "own": own_mask[i][mask[i]].tolist(),
-                "reward": float(rollouts.rewards.flatten()[first + i]),
-                "ending": self._last_rollouts["endings"][i],
-                "advantages": per_token(advantages[first + i], length),
-                "baselines": per_token(baseline[first + i], length),
-                "energies": None if norms is None else norms[first + i][:length].cumsum(0).tolist(),
-                "log_probs": None if log_probs is None else log_probs[i][own_mask[i]].tolist(),
-            }
 
     # ---- checkpoints
 
@@ -443,44 +358,6 @@ class FirstEvaluation(TrainerCallback):
         if not any(read_rows(self.trainer.directory.evaluations_file)):
             self.trainer.evaluate_held_out()
             self.trainer._step_started = time.perf_counter()
-
-
-class Samples(NamedTuple):
-    """Samples of a set, (prompts, samples) each. rewards: NaN where unscored. endings: positions in ENDINGS."""
-
-    rewards: Tensor
-    own_tokens: Tensor
-    all_tokens: Tensor  # own and tool tokens
-    endings: Tensor
-
-    def table(self, task: str, with_tools: bool) -> pd.DataFrame:
-        """Returns a row per sample, in the columns of samples.jsonl (docs/evaluate.md)."""
-        prompts, samples = self.rewards.shape
-        columns = {
-            "task": task,
-            "problem": torch.arange(prompts).repeat_interleave(samples).numpy(),
-            "sample": torch.arange(samples).repeat(prompts).numpy(),
-            "reward": self.rewards.flatten().numpy(),
-            "ending": [ENDINGS[ending] for ending in self.endings.flatten().tolist()],
-            "own_tokens": self.own_tokens.flatten().numpy(),
-        }
-        if with_tools:
-            columns["tool_tokens"] = (self.all_tokens - self.own_tokens).flatten().numpy()
-        return pd.DataFrame(columns)
-
-
-def per_token(values: Tensor, length: int) -> list[float]:
-    """Returns a value per own token. values: (T,), or (1,) where one value holds for the whole rollout."""
-    return values[:length].tolist() if len(values) > 1 else [float(values[0])] * length
-
-
-def write_parquet(table: pd.DataFrame, path: Path) -> None:
-    """Writes a table; the file is whole or absent. Raises RunError where it cannot be written."""
-    try:
-        with whole(path) as aside:
-            table.to_parquet(aside)
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 def finite_mean(values: list[float]) -> float | None:

@@ -28,6 +28,8 @@ def print_table(paths: list[Path]) -> None:
 
 def sets_table(directory: RunDirectory) -> Table | None:
     """Returns peak and final accuracy on each set of a run's evaluation.tasks; None for a run without them."""
+    if not any(directory.evaluations.glob("step-*.parquet")):  # it has not come that far
+        return None
     config = OmegaConf.load(directory.config_file)
     if not OmegaConf.select(config, "evaluation.tasks"):
         return None

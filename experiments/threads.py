@@ -1,8 +1,8 @@
 """On how many threads of the processor a command computes. Imports no torch, and must be imported before it.
 
-One thread until the model is known, then `threads=`: the tiny policy's operations are too small to divide, and for a
-real model the cores are shared out among the runs that stand side by side. Whoever sets OMP_NUM_THREADS has decided
-already.
+One thread until the model is known, then `threads=`: the tiny policy gains little by a second one and loses by it where
+anything else runs, and its results must not depend on the number of cores; for a real model the cores are shared out
+among the runs that stand side by side. Whoever sets OMP_NUM_THREADS has decided already (docs/choices.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Experiment trackers, `trainer.report_to`: which there are, and how a resumed run stays one run at each of them.
 
-checks.py refuses unknown names, train.py names the run and ends it, run_trainer.py keeps W&B's count. For users:
+checks/ refuses unknown names, train.py names the run and ends it, run_trainer.py keeps W&B's count. For users:
 docs/runs.md, Trackers. Imports no torch.
 """
 

@@ -268,7 +268,7 @@ def default_options(cfg: DictConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def derived_options(cfg: DictConfig, task, directory: RunDirectory) -> dict[str, Any]:
-    """Returns the options of GRPOConfig that follow from the run's keys; checks.DERIVED refuses them in `trainer`."""
+    """Returns the options of GRPOConfig that follow from the run's keys; `trainer.*` may not set them."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     step = batches(cfg.prompts_per_step, cfg.group_size, processes, cfg.model.rollouts_per_forward)
     return {

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checks
 from experiments.build import opened_sandbox
+from experiments.checks.values import check_true_or_false, check_whole_numbers
 from experiments.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
 from experiments.identity import without_later
 from experiments.run_lock import RunLock
@@ -50,7 +51,7 @@ SMALLEST = {  # of the keys that are whole numbers
 def main(cfg: DictConfig) -> None:
     hydra_cfg = HydraConfig.get()
     with refusals():
-        checks.check_true_or_false(cfg, "quick")
+        check_true_or_false(cfg, "quick")
         apply_quick(cfg, typed=[override.lstrip("+").split("=")[0] for override in hydra_cfg.overrides.task])
         measure(cfg, check(cfg), directory(cfg, hydra_cfg.runtime.choices))
 
@@ -76,7 +77,7 @@ def apply_quick(cfg: DictConfig, typed: list[str]) -> None:
 
 def check(cfg: DictConfig) -> list[str]:
     """Returns the estimators' names. Raises RunError for what cannot be measured as written."""
-    checks.check_whole_numbers(cfg, SMALLEST if cfg.workers is None else SMALLEST | {"workers": 1})
+    check_whole_numbers(cfg, SMALLEST if cfg.workers is None else SMALLEST | {"workers": 1})
     sizes = OmegaConf.to_container(cfg)["group_sizes"]
     if not isinstance(sizes, list) or not sizes or not all(type(n) is int and 2 <= n <= cfg.samples / 2 for n in sizes):
         raise RunError(

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checks
 from experiments.build import build
+from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
 from experiments.hardware import visible_gpus
 from experiments.threads import check_threads
@@ -50,9 +51,9 @@ def main(cfg: DictConfig) -> None:
 
 def check(cfg: DictConfig) -> Batches:
     """Returns how a step is divided. Raises RunError for what cannot be made as written; loads nothing."""
-    checks.check_whole_numbers(cfg, SMALLEST if cfg.steps is None else SMALLEST | {"steps": 1})
-    checks.check_positive(cfg, "learning_rate", "1e-4")
-    checks.check_true_or_false(cfg, "use_cpu")
+    check_whole_numbers(cfg, SMALLEST if cfg.steps is None else SMALLEST | {"steps": 1})
+    check_positive(cfg, "learning_rate", "1e-4")
+    check_true_or_false(cfg, "use_cpu")
     check_threads(cfg)
     if type(cfg.noise) not in (int, float) or not 0 <= cfg.noise <= 1:
         raise RunError(f"noise={cfg.noise} must be a number from 0 to 1. Try noise=1.")

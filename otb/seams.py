@@ -134,6 +134,11 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam("atexit", "_run_exitfuncs()", "runs those of the program, as the end of Python would"),
         Seam("threading", "_shutdown()", "waits for the program's threads, as the end of Python would"),
     ),
+    "experiments/evaluating_trainer.py": (
+        Seam(GRPO, "_logs", "rows of TRL's table of completions, which evaluations must not fill"),
+        Seam(GRPO, "_generate_and_score_completions(inputs)", "called for rollouts of an evaluation"),
+        Seam(GRPO, "_metrics", "metrics of the evaluation, which nothing reads"),
+    ),
     "experiments/run_trainer.py": (
         Seam(GRPO, "training_step()", "extended: keeps the loss of the micro-batch"),
         Seam(GRPO, "_get_grad_norm()", "extended: the last thing asked before the optimizer steps"),
@@ -141,8 +146,6 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "_globalstep_last_logged", "whether this step has been through it before"),
         Seam(GRPO, "log(logs, start_time)", "extended: writes the metrics row; called past TRL's for evaluations"),
         Seam(GRPO, "_metrics", "metrics of the step, by mode, as lists"),
-        Seam(GRPO, "_logs", "rows of TRL's table of completions, which evaluations must not fill"),
-        Seam(GRPO, "_generate_and_score_completions(inputs)", "called for rollouts of an evaluation"),
         Seam(GRPO, "_get_train_sampler(dataset)", "replaced: the order of the prompts follows from seed and epoch"),
         Seam(GRPO, "_save_checkpoint(model, trial)", "writes checkpoint-STEP below args.output_dir"),
         Seam(GRPO, "create_model_card()", "replaced by nothing"),

@@ -286,14 +286,15 @@ class OTBTrainer(GRPOTrainer):
         `reduce` returned, empty without one.
         """
         measured: dict = {"reduced": {}, "totals": {}}
-        self._log_probs = output.get("old_per_token_logps")
         if "hidden_states" in self._needs:
             parts: list[tuple[Tensor, dict, dict]] = []
-            self._log_probs, _ = probabilities = self._extra_pass(output, parts)
+            probabilities = self._extra_pass(output, parts)
             measured["reduced"] = joined_rows([(rows, kept) for rows, kept, _ in parts])
             measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
         elif self._needs_score_norms:
-            self._log_probs, _ = probabilities = self._probabilities(output)
+            probabilities = self._probabilities(output)
+        passed = "hidden_states" in self._needs or self._needs_score_norms
+        self._log_probs = probabilities[0] if passed else output.get("old_per_token_logps")
         if self._needs_score_norms:
             measured["score_norms"] = own.pack(proxy(output, *probabilities))
         for name in sorted(self._needs & EXACT_NORMS):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real one-node SLURM on this machine, for tests and for trying sweeps out: munged, slurmctld, slurmd, CPUs as the
+# A real SLURM on this machine, of one node, for tests and for trying sweeps out: munged, slurmctld, slurmd, CPUs as the
 # resource, partition `main` and partition `urgent`, whose jobs preempt those of `main`. It touches no SLURM that this
 # machine may already have: own configuration, key, sockets, ports and state, all below one folder.
 #
@@ -7,11 +7,14 @@
 #   slurm/local_cluster.sh stop [FOLDER]
 #   slurm/local_cluster.sh restart-controller [FOLDER]
 #
-# Needs the packages slurm-wlm and munge. OTB_CLUSTER_CPUS=N offers N CPUs instead of those that there are.
+# Needs the packages slurm-wlm and munge. OTB_CLUSTER_CPUS=N offers N CPUs a node instead of those that there are,
+# OTB_CLUSTER_NODES=2 two nodes, both of them this machine.
 set -euo pipefail
 command=${1:-}
 folder=$(realpath -m "${2:-${XDG_CACHE_HOME:-$HOME/.cache}/otb/slurm}")
 export SLURM_CONF=$folder/slurm.conf
+nodes=${OTB_CLUSTER_NODES:-1}
+[ "$command" = start ] || nodes=$(grep -c ^NodeName= "$SLURM_CONF" || true)
 PATH=$PATH:/usr/sbin:/sbin
 
 die() { echo "local_cluster.sh: $*" >&2; exit 1; }
@@ -47,26 +50,25 @@ end_jobs() { # what outlived the daemons would keep the node from coming back
 }
 
 write_configuration() {
-  local host user ports cpus memory
-  host=$(hostname -s) user=$(id -un) ports=($(free_ports 2))
+  local host user ports cpus memory number
+  host=$(hostname -s) user=$(id -un) ports=($(free_ports $((nodes + 1))))
   cpus=${OTB_CLUSTER_CPUS:-$(env -u OMP_NUM_THREADS nproc)} # nproc prints OMP_NUM_THREADS where it is set
   memory=$(awk '/MemTotal/ {print int($2 / 1024)}' /proc/meminfo)
   cat > "$SLURM_CONF" <<END
 ClusterName=otb
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=${ports[0]}
-SlurmdPort=${ports[1]}
 SlurmUser=$user
 SlurmdUser=$user
 AuthType=auth/munge
 # cred_expire is also how long a requeued job waits before it starts again; 120 s by default
 AuthInfo=socket=$folder/munge.socket,cred_expire=5
 StateSaveLocation=$folder/state
-SlurmdSpoolDir=$folder/spool
+SlurmdSpoolDir=$folder/spool-%n
 SlurmctldPidFile=$folder/slurmctld.pid
-SlurmdPidFile=$folder/slurmd.pid
+SlurmdPidFile=$folder/slurmd-%n.pid
 SlurmctldLogFile=$folder/slurmctld.log
-SlurmdLogFile=$folder/slurmd.log
+SlurmdLogFile=$folder/slurmd-%n.log
 # no cgroups: they need privileges that a container lacks
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -91,10 +93,13 @@ MaxJobCount=10000
 # job ids give the ports of runs of several processes: two clusters on one machine must not begin alike
 FirstJobId=$((100 * (ports[0] % 190) + 1))
 SlurmdParameters=config_overrides
-NodeName=$host NodeAddr=127.0.0.1 CPUs=$cpus RealMemory=$memory State=UNKNOWN
-PartitionName=main Nodes=$host Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
-PartitionName=urgent Nodes=$host MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 END
+  for number in $(seq "$nodes"); do
+    echo "NodeName=node$number NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[$number]} CPUs=$cpus \
+RealMemory=$((memory / nodes)) State=UNKNOWN" >> "$SLURM_CONF"
+  done
 }
 
 start_munged() {
@@ -105,12 +110,14 @@ start_munged() {
 }
 
 wait_until_idle() {
+  local up
   for _ in $(seq 1500); do
-    sinfo --noheader --format=%T 2>/dev/null | grep -q -E "idle|mixed|allocated" && return
+    up=$(sinfo --noheader --Node --partition=main --format=%T 2> /dev/null | grep -c -E "idle|mixed|allocated" || true)
+    [ "$up" = "$nodes" ] && return
     sleep 0.2
   done
-  tail -n 20 "$folder"/slurmctld.log "$folder"/slurmd.log >&2
-  die "the node did not come up within 5 minutes; the ends of the logs in $folder are above."
+  tail -n 20 "$folder"/slurmctld.log "$folder"/slurmd-*.log >&2
+  die "not every node came up within 5 minutes; the ends of the logs in $folder are above."
 }
 
 start() {
@@ -119,12 +126,12 @@ start() {
   done
   [ ${#folder} -le 90 ] || die "$folder is too long for a socket's path (90 characters). Give a shorter FOLDER."
   running slurmctld && die "a cluster runs in $folder already. Run: export SLURM_CONF=$SLURM_CONF"
-  mkdir -p "$folder/state" "$folder/spool"
+  mkdir -p "$folder/state"
   chmod 755 "$folder"
   write_configuration
   start_munged
   slurmctld
-  slurmd
+  for number in $(seq "$nodes"); do slurmd -N "node$number"; done
   wait_until_idle
   echo "export SLURM_CONF=$SLURM_CONF"
 }
@@ -134,7 +141,8 @@ case $command in
   stop)
     [ -f "$SLURM_CONF" ] || die "no cluster in $folder."
     if running slurmctld; then end_jobs; fi
-    for daemon in slurmd slurmctld munged; do end "$daemon"; done
+    for number in $(seq "$nodes"); do end "slurmd-node$number"; done
+    for daemon in slurmctld munged; do end "$daemon"; done
     ;;
   restart-controller)
     end slurmctld

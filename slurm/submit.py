@@ -23,7 +23,7 @@ from experiments.sweeps.display import SweepDisplay
 from experiments.sweeps.jobs import Job, earlier_jobs, load_jobs, save_jobs
 from experiments.sweeps.plan import folder_of, plan
 from experiments.sweeps.snapshot import take_snapshot
-from otb.errors import STOPPED_FROM_KEYBOARD, RunError
+from otb.errors import CRASHED, STOPPED_FROM_KEYBOARD, RunError
 from otb.records import timestamp, write_atomically
 from slurm.states import certain_states, states_of
 
@@ -33,9 +33,13 @@ SECONDS_BETWEEN_LOOKS = 5.0
 
 
 def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], options: dict) -> None:
-    """Sends what is neither done nor queued nor running; waits for the end unless wait=false. Raises RunError."""
-    folder = folder_of(sweep)
+    """Sends what is neither done nor queued nor running; waits for the end unless wait=false.
+
+    Raises RunError for a sweep that cannot be; exits with CRASHED where some of its runs were refused and it does not
+    wait for the others.
+    """
     jobs = plan(loader, sweep, job_overrides, processes=options["nodes"] * options["tasks_per_node"])
+    folder = folder_of(sweep)
     with FileLock(folder / ".submitting.lock"):  # the same command twice at a time sends the runs once
         known = adopt(folder, jobs)
         finished = set() if sweep.overwrite else {"done"}
@@ -60,7 +64,9 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
         f"Where they stand: python -m slurm.status {os.path.relpath(folder)}"
     )  # fmt: skip
     if options["wait"]:
-        wait(folder)
+        wait(folder)  # the table and the exit code come after it
+    elif refused:
+        sys.exit(CRASHED)
 
 
 def adopt(folder: Path, jobs: list[Job]) -> set[int]:

@@ -10,7 +10,16 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import pytest
 
 # The longest first, so that at the end no worker waits for one of them: SLURM's mostly waits, the others compute.
-FIRST = ("test_slurm", "test_run", "test_resume", "test_run_states", "test_distributed", "test_local_sweep")
+FIRST = (
+    "test_slurm",
+    "test_vllm",
+    "test_run",
+    "test_resume",
+    "test_run_states",
+    "test_sharded_runs",
+    "test_distributed",
+    "test_local_sweep",
+)
 # Files whose tests need no costly fixture of their module: each test may go to whichever worker is free.
 DIVISIBLE = ("test_resume", "test_analysis_report", "test_grading")
 

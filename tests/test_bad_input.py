@@ -54,6 +54,7 @@ SETTINGS = {
     "evaluation.tasks=[gsm8k_tools]": ("gsm8k_tools is solved with Python", "arithmetic has none", "with tools"),
     "evaluation.max_rows=8": ("evaluation.max_rows=8", "there are none", "Leave it out"),
     "evaluation.tasks=[math500] evaluation.max_rows=0": ("evaluation.max_rows=0", "whole number >= 1", "Try 64"),
+    "evaluation.tasks=[math500] evaluation.data_dir=docs": ("math500: path=", "does not exist", "Check the spelling"),
     "evaluation.tasks=[math500] evaluation.data_dir=nowhere": ("data_dir=nowhere", "is not a folder", "per set"),
     "checkpoint_every=-5": ("checkpoint_every=-5", "whole number >= 0", "Try checkpoint_every=1"),
     "rollouts.groups=-1": ("rollouts.groups=-1", "whole number >= 0", "Try rollouts.groups=1"),

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from analysis.evaluations import measures, read_samples
 from experiments.evaluation.command import plan
 from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
+from experiments.evaluation.plan import uses_tools
 from otb.errors import RunError
 from otb.records import RunDirectory
 from tests.support import commands
@@ -279,13 +280,13 @@ def test_a_run_brings_model_and_sampling_and_the_command_line_wins(runs, tmp_pat
     recorded.trainer.top_p = 0.8
     OmegaConf.save(recorded, run / "config.yaml")
 
-    def planned(*overrides):
+    def of_this_run(*overrides):
         given = [f"run='{run}'", *overrides]
         return plan(compose("evaluate", overrides=given), given, "arithmetic").configurations
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        (own,) = planned("++task.eval_prompts=7").items()
-        several = planned("tasks=[arithmetic,math500]", "temperature=0.5", "++task.max_completion_length=9")
+        (own,) = of_this_run("++task.eval_prompts=7").items()
+        several = of_this_run("tasks=[arithmetic,math500]", "temperature=0.5", "++task.max_completion_length=9")
     assert own[0] == "parity" and own[1].task == {**recorded.task, "eval_prompts": 7}
     assert own[1].model == recorded.model and (own[1].temperature, own[1].trainer.top_p) == (0.9, 0.8)
     assert list(several) == ["arithmetic", "math500"]
@@ -399,6 +400,45 @@ def test_a_task_with_tools_counts_both_kinds_of_tokens_and_resumes(tmp_path, log
         assert row["own_tokens"] + row["tool_tokens"] <= 72
         assert ("<tool_response>" in row["response"]) == (row["tool_tokens"] > 0)
     assert "tool_tokens" not in rows(the_evaluation(tmp_path / "whole" / "arithmetic").samples_file)[0]
+
+
+def planned(*overrides: str):
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return plan(compose("evaluate", overrides=list(overrides)), list(overrides), "arithmetic")
+
+
+def test_any_maths_set_is_evaluated_with_python_by_its_number_of_turns():
+    plain, tools = planned("tasks=[aime24,amc23]"), planned("tasks=[aime24,amc23]", "++task.max_turns=3")
+    assert [uses_tools(cfg) for cfg in plain.configurations.values()] == [False, False]
+    assert [cfg.task.max_turns for cfg in tools.configurations.values()] == [3, 3]
+    assert uses_tools(tools.with_tools()) and "sandbox" in tools.identity(tools.with_tools())
+    assert tools.folder_of_all("aime24") != plain.folder_of_all("aime24")
+
+
+def test_a_run_with_python_is_evaluated_with_python_and_its_own_limits(tmp_path):
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        recorded = compose("config", ["task=dapo_math_tools", "task.max_completion_length=2048"])
+    OmegaConf.save(recorded, tmp_path / "config.yaml", resolve=True)
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    sets = planned(f"run={tmp_path}", "tasks=[aime25,arithmetic]").configurations
+    assert [cfg.task.max_completion_length for cfg in sets.values()] == [2048, 2048]
+    assert sets["aime25"].task.max_turns == 5 and "max_turns" not in sets["arithmetic"].task
+    typed = planned(f"run={tmp_path}", "tasks=[aime25]", "++task.max_turns=3", "++task.max_completion_length=512")
+    assert (typed.configurations["aime25"].task.max_turns, typed.cfg.run) == (3, str(tmp_path))
+    assert typed.configurations["aime25"].task.max_completion_length == 512
+
+
+def test_one_vllm_serves_sets_with_python_or_without(monkeypatch):
+    monkeypatch.setattr("experiments.hardware.importlib.util.find_spec", lambda name: object())
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for tasks in ("[gsm8k_tools,math_lvl3to5_tools]", "[aime24,amc23]"):
+        planned(f"tasks={tasks}", "rollouts_by=vllm")
+    with pytest.raises(RunError, match="with and without Python, and each kind needs a vLLM of its own.*two commands"):
+        planned("tasks=[gsm8k_tools,gsm8k]", "rollouts_by=vllm")
 
 
 # ---- what is refused

@@ -157,6 +157,7 @@ def test_a_file_that_is_none_is_refused_with_what_it_must_be(tmp_path, monkeypat
     [
         (["model=hub", "model.gguf_file=a.gguf"], False, r"needs the package gguf. Run: pip install -e '.\[gguf\]'"),
         (["model=hub", "model.gguf_file=b.gguf"], True, r"gguf_file=b.gguf is not in .* Did you mean a.gguf\?"),
+        (["++model.gguf_file=a.gguf"], True, "a.gguf of .* with the settings of model=tiny. Use model=hub model.name="),
         (["model=hub"], True, r"holds no config.json of transformers, but a.gguf. Add model.gguf_file=a.gguf"),
     ],
 )

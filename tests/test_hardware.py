@@ -1,5 +1,6 @@
 """What cannot work on these processes, GPUs or samplers is refused before anything loads, with value, rule and fix."""
 
+import os
 import re
 
 import pytest
@@ -122,6 +123,26 @@ def test_what_the_processes_would_refuse_is_said_once_before_they_start(tmp_path
     done = run_light(given)
     assert (done.returncode, done.stderr.count("error: ")) == (2, 1)
     assert "reads whole gradients" in done.stderr
+
+
+def test_the_form_of_several_nodes_asks_slurm_for_a_process_per_gpu_on_each(tmp_path):
+    programs = {"sbatch": "echo Submitted batch job 7", "srun": "exit 1", "squeue": "exit 1", "scontrol": "exit 1"}
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    given = ["-m", "hydra/launcher=slurm_nodes", "hydra.launcher.nodes=4", "wait=false", "sweep=large"]
+    given += [f"runs_dir={tmp_path}", "parallel=fsdp2", "model=qwen2.5-7b", "task=gsm8k"]
+    done = run_light(given, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert "1 of 1 runs sent as job 7" in done.stdout, done.stdout + done.stderr
+    (sent,) = (tmp_path / "large" / "logs").glob("*_submission.sh")
+    assert {
+        "#SBATCH --nodes=4",
+        "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --mem=512GB",
+        "#SBATCH --signal=USR2@1800",
+    } <= set(sent.read_text().splitlines())
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 
 from analysis.evaluations import measures, read_run_samples
 from experiments import data
+from experiments.evaluating_trainer import EvaluatingTrainer, Samples
 from experiments.held_out import HeldOut
-from experiments.run_trainer import RunTrainer, Samples, Schedule
 from otb.errors import RunError
 from otb.records import RunDirectory
 from tests.support import commands
@@ -77,16 +77,15 @@ def test_sets_are_accounted_for_and_their_peaks_stand_beside_their_ends(several)
 # ---- batches, and what TRL need not do
 
 
-class Sampler(RunTrainer):
+class Sampler(EvaluatingTrainer):
     """What `sample_held_out` leans on: TRL's rollout code is replaced by a record of what it was given."""
 
     def __init__(self, use_vllm: bool, rank: int):
         self.use_vllm, self.given, self.model = use_vllm, [], None
         self.accelerator = SimpleNamespace(num_processes=2, process_index=rank, gather=lambda mine: mine.repeat(2, 1))
         self.args = SimpleNamespace(per_device_eval_batch_size=8, seed=0)
-        self.schedule = Schedule(1, evaluation_samples=4, checkpoint_every=1, rollouts_every=0, rollouts_groups=0)
 
-    def _evaluating(self, reward):
+    def _evaluating(self, reward, samples):
         return nullcontext()
 
     def _generate_and_score_completions(self, inputs):
@@ -102,20 +101,19 @@ def test_vllm_gets_all_prompts_of_a_process_in_one_call_and_generate_as_many_as_
     problems = HeldOut("numbers", [{"number": number} for number in range(7)], reward=None)
     four = [number for number in range(4) for _ in range(4)]
     by_vllm = [Sampler(use_vllm=True, rank=rank) for rank in (0, 1)]
-    samples = [sampler.sample_held_out(problems) for sampler in by_vllm]
+    samples = [sampler.sample_held_out(problems, 4) for sampler in by_vllm]
     assert by_vllm[0].given == [four]
     assert by_vllm[1].given == [[number for number in (4, 5, 6, 0) for _ in range(4)]]  # filled up: whole groups
     assert [one.rewards.shape for one in samples] == [(7, 4)] * 2 and (samples[0].own_tokens[3] == 3).all()
     by_generate = Sampler(use_vllm=False, rank=0)
-    by_generate.sample_held_out(problems)  # batches of 8 samples: two prompts a process
+    by_generate.sample_held_out(problems, 4)  # batches of 8 samples: two prompts a process
     assert by_generate.given == [four[:8], [4] * 4 + [5] * 4]
 
 
 class Evaluated(RecordingTrainer):
     """A trainer that is evaluated as a run is."""
 
-    _evaluating, _set = RunTrainer._evaluating, RunTrainer._set
-    schedule = Schedule(1, evaluation_samples=2, checkpoint_every=1, rollouts_every=0, rollouts_groups=0)
+    _evaluating, _set = EvaluatingTrainer._evaluating, EvaluatingTrainer._set
 
 
 def test_an_evaluation_makes_no_forward_that_only_the_loss_reads(tmp_path, untrained, tokenizer, monkeypatch):
@@ -127,7 +125,7 @@ def test_an_evaluation_makes_no_forward_that_only_the_loss_reads(tmp_path, untra
     names = ("beta", "num_iterations", "vllm_importance_sampling_correction", "num_generations_eval", "reward_funcs")
     before = [getattr(trainer, name) for name in names]
     trainer.model.train()
-    with trainer._evaluating(lambda completions, **_: [0.5] * len(completions)):
+    with trainer._evaluating(lambda completions, **_: [0.5] * len(completions), samples=2):
         trainer._generate_and_score_completions([{"prompt": PROMPTS[0]} for _ in range(2)])
         assert trainer._rewards_per_function.tolist() == [[0.5], [0.5]] and not trainer.model.training
     assert passes == [] and trainer.model.training

@@ -1,6 +1,7 @@
 """hydra/launcher=local as a user types it: several runs at a time, killed and given again, from a copy of the code."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,16 @@ def test_a_run_of_a_local_sweep_that_fails_fails_alone(policy, tmp_path):
     assert done.returncode == 1
     assert done.stdout.count("failed: ") == 3 and done.stdout.count(": done 4/4") == 1
     assert "more than the 2 training prompts" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_sweep_without_a_run_that_can_start_is_refused_as_one(policy, tmp_path):
+    for given, reason in (
+        (["group_size=0", "seed=0,1"], "group_size=0 must be a whole number >= 1.*The other 1 runs are refused, too"),
+        (["steps=2,0"], r"runs 0 and 1 of the sweep are both .* what they differ in \(steps=0\) makes no other run"),
+    ):
+        done = sweep(tmp_path / "runs", policy, *given)
+        assert done.returncode == 2 and re.search(reason, done.stderr.replace("\n", " ")), done.stderr
+        assert "accuracy" not in done.stdout and not list((tmp_path / "runs").glob("**/*.json"))
 
 
 def test_waiting_for_nothing_is_refused_where_no_queue_keeps_the_runs(policy, tmp_path):

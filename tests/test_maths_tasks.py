@@ -11,8 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from otb.tasks.columns import prompt_messages, reference
 from otb.tasks.duplicates import first_of_equal
-from otb.tasks.maths import BOXED, Maths, last_assistant_text, prompt_messages, reference
+from otb.tasks.maths import BOXED, Maths, last_assistant_text
 from otb.tasks.sources import Source
 from tests.support.waiting import PATIENCE_SECONDS
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
@@ -42,10 +43,12 @@ def data(tmp_path_factory):
         "gsm8k/train": [{"question": text, "answer": f"Add.\n#### {answer}"} for text, answer in questions.items()],
         "gsm8k/test": [{"question": "What is 20 + 21?", "answer": "Add.\n#### 41"}],
         "aime": [{"problem": "What is 30 + 31?", "answer": "61"}, {"problem": "What is 1 + 1?", "answer": "2"}],
+        "sets/aime25/test": [{"problem": "What is 40 + 41?", "answer": "81"}],
+        "sets/amc23/test": [{"question": "What is 50 + 51?", "answer": "101"}],
     }
     for name, lines in written.items():
         file = folder / f"{name}.jsonl"
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -59,6 +62,7 @@ def test_two_processes_make_two_steps_of_a_recipe(recipe, policy, data, tmp_path
     gsm8k = recipe == "small_24gb"
     sources = {"task.path": data / ("gsm8k" if gsm8k else "dapo.jsonl")}
     sources |= {} if gsm8k else {"task.evaluation.path": data / "aime.jsonl"}
+    sources |= {"evaluation.data_dir": data / "sets"} if recipe.startswith("paper") else {}
     changed = MINIATURE | sources | {"model.name": policy, "runs_dir": tmp_path / "runs"}
     given = [f"experiment={recipe}", *(f"{key}={value}" for key, value in changed.items())]
     for code, output in run_together(given, tmp_path / "log"):
@@ -71,6 +75,10 @@ def test_two_processes_make_two_steps_of_a_recipe(recipe, policy, data, tmp_path
     evaluations = rows(run / "evaluations.jsonl")
     assert [row["step"] for row in evaluations] == [0, 2]
     assert {(row["samples"], row["prompts"]) for row in evaluations} == {(2, 1 if gsm8k else 2)}
+    samples = pd.read_parquet(run / "evaluations" / "step-00000002.parquet")
+    sampled = {"gsm8k": 2} if gsm8k else {"aime24": 4}
+    sampled |= {"aime25": 2, "amc23": 2} if recipe.startswith("paper") else {}
+    assert dict(samples.task.value_counts()) == sampled
     ran, recipes = (flatten(yaml.safe_load(text)) for text in ((run / "config.yaml").read_text(), composed(recipe)))
     kept = [
         key for key in recipes if key.startswith(("task.", "checkpoint_every", "evaluation.")) and key not in changed

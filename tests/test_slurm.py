@@ -19,13 +19,19 @@ from tests.support.holds import Hold
 from tests.support.slurm_cluster import Cluster, job_files
 from tests.support.waiting import wait_for
 
-CPUS = 4  # more than there may be: the runs mostly wait
+NODES, CPUS = 2, 4  # both nodes are this machine, with more CPUs than it may have: the runs mostly wait
 LOOK = 0.3  # seconds between two looks at SLURM
 SEEDS = (0, 1, 2)  # all of them are preempted first, and later
 REQUEUED, KILLED_SUPERVISOR, KILLED = SEEDS
 LIMITED = 4  # hits its time limit
 # Warned a minute after its start or sooner, with ten minutes to write its checkpoint: enough on any machine.
 LIMIT = ["hydra.launcher.timeout_min=11", "hydra.launcher.signal_delay_s=600"]
+WITHOUT_GPUS = [  # of hydra/launcher=slurm_nodes, which has 8 GPUs and 8 processes a node
+    "hydra.launcher.gpus_per_node=null",
+    "hydra.launcher.tasks_per_node=1",
+    "hydra.launcher.cpus_per_task=1",
+    "hydra.launcher.mem_gb=1",
+]
 PROGRAMS = ("slurmctld", "slurmd", "munged")
 
 
@@ -37,7 +43,7 @@ def cluster(tmp_path_factory):
         if os.environ.get("OTB_REQUIRE_SLURM") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), cpus=CPUS)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=NODES, cpus=CPUS // NODES)
     cluster.script("start")
     yield cluster
     cluster.script("stop")
@@ -55,11 +61,12 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
     once = Hold(runs_dir.parent / "hold", "row 3")
     seen = {"runs_dir": runs_dir}
 
-    def send(name: str, *given: str, **extra: str):
+    def send(name: str, *given: str, into: Path = runs_dir, **extra: str):
         common = [f"model.name={policy}", "wait=false", f"sweep={name}"]
-        seen[name] = cluster.sweep(runs_dir, *common, *given, **extra)
-        assert seen[name].returncode == 0, seen[name].stdout + seen[name].stderr
-        return [RunDirectory(job["run"]) for job in job_files(runs_dir / name)]
+        seen[name] = cluster.sweep(into, *common, *given, **extra)
+        # two runs of `mixed` are refused before anything is sent
+        assert seen[name].returncode == (name == "mixed"), seen[name].stdout + seen[name].stderr
+        return [RunDirectory(job["run"]) for job in job_files(into / name)]
 
     seeds = f"seed={','.join(map(str, SEEDS))}"
     runs = send("main", seeds, **twice.environment)
@@ -70,6 +77,7 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
     (runs_dir / "broken").touch()
     broken = {"OTB_TEST_FAILING_RANK": "1", "OTB_TEST_FAILING_FILE": str(runs_dir / "broken")}
     send("ranks", "steps=2", "seed=10", "hydra.launcher.tasks_per_node=2", **broken)
+    send("nodes", "steps=2", "seed=10", *WITHOUT_GPUS, into=runs_dir / "nodes", launcher="slurm_nodes")
     send("limited", f"seed={LIMITED}", *LIMIT, **once.environment)
     send("mixed", "group_size=1", "task.train_prompts=10,2", "steps=1", "baseline=otb,grpo")
     (cancelled,) = send("cancelled", "seed=11", **once.environment)
@@ -269,6 +277,14 @@ def test_what_failed_can_be_sent_again_as_it_was_sent(cluster, sweeps):
     assert code == 0 and "1 done" in printed, printed
     (job,) = job_files(sweeps["runs_dir"] / "ranks")
     assert json.loads(RunDirectory(job["run"]).environment_file.read_text())["processes"] == 2
+
+
+def test_a_run_on_two_nodes_is_that_of_as_many_processes_on_one(sweeps):
+    (job,) = job_files(sweeps["runs_dir"] / "nodes" / "nodes")
+    (one_node,) = job_files(sweeps["runs_dir"] / "ranks")
+    assert_equal_runs(Path(job["run"]), Path(one_node["run"]))
+    facts = json.loads(RunDirectory(job["run"]).environment_file.read_text())
+    assert facts["processes"] == 2
 
 
 def test_two_hundred_runs_are_sent_as_one_array_without_torch(cluster, tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from otb.policies.models import describe_policy
 from otb.policies.templates import PLAIN, set_chat_template
-from otb.policies.tiny_policy import CHAT_TEMPLATE, PAD, START, TOOL_TAGS
+from otb.policies.tiny_policy import CHAT_TEMPLATE, END, PAD, START, TOOL_TAGS
 from tests.support.trainers import RecordingTrainer, byte_reward, config, recorded
 
 BOS = TOOL_TAGS[0]  # any special token that no template here writes by itself
@@ -118,9 +118,7 @@ def test_training_is_the_same_whatever_token_pads(tmp_path, untrained, tokenizer
 def test_a_base_models_rollouts_end_with_the_token_that_ends_the_turn(tmp_path, tokenizer, untrained):
     """Its own end token is another one; the token that ends the turn is the policy's, counted and trained."""
     changed = copy.deepcopy(tokenizer)
-    # An untrained policy with tied embeddings likes to repeat the last token of its prompt.
-    template = "{%- for message in messages %}{{- message['content'] + '" + OTHER_END + "' }}{%- endfor %}"
-    changed.eos_token, changed.chat_template = PAD, template
+    changed.eos_token, changed.chat_template = PAD, CHAT_TEMPLATE.replace(END, OTHER_END)
     end = tokenizer.convert_tokens_to_ids(OTHER_END)
     untrained.generation_config.eos_token_id = changed.eos_token_id
     untrained.save_pretrained(tmp_path / "base")
@@ -129,11 +127,13 @@ def test_a_base_models_rollouts_end_with_the_token_that_ends_the_turn(tmp_path, 
     assert (described.eos_token, described.pad_token) == (OTHER_END, PAD)
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    output, trainer = sampled(tmp_path, model, described, num_generations=16, per_device_train_batch_size=32)
+    output, trainer = sampled(
+        tmp_path, model, described, num_generations=32, per_device_train_batch_size=64, max_completion_length=24
+    )
     assert set(trainer.eos_token_ids) == {end, changed.eos_token_id}
     ended = 0
     for ids, kept in zip(output["completion_ids"].tolist(), output["completion_mask"].sum(1).tolist(), strict=True):
         assert not {end, changed.eos_token_id} & set(ids[: kept - 1])
         assert ids[kept:] == [described.pad_token_id] * (len(ids) - kept)
         ended += ids[kept - 1] == end
-    assert ended >= 1
+    assert ended > 2

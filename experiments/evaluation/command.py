@@ -5,14 +5,17 @@ Every refusal is a RunError with the value, the rule and the fix, before the fir
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 
 from hydra import compose
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments import checks
 from experiments.build import build
+from experiments.checks.values import check_whole_numbers
 from experiments.command_line import CONF, near_miss
 from experiments.evaluation.plan import Plan, uses_tools
 from experiments.hardware import check_processes, check_this_machine
@@ -20,6 +23,7 @@ from otb.errors import RunError
 from otb.records import RunDirectory
 
 SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs")
+LIMITS = ("max_completion_length", "max_turns")
 OF_A_RUN = ("task", "model", "temperature", "trainer", "steps")  # keys in the config.yaml of every run
 
 
@@ -29,7 +33,7 @@ def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
     overrides: of the command line. task: the choice of conf/task in `cfg`.
     """
     given = {override.lstrip("+").split("=", 1)[0] for override in overrides}
-    checks.check_whole_numbers(cfg, {"k": 1, "seed": 0, "rollouts_per_batch": 1})
+    check_whole_numbers(cfg, {"k": 1, "seed": 0, "rollouts_per_batch": 1})
     for key in ("watch", "trainer.use_cpu"):
         if not isinstance(value := OmegaConf.select(cfg, key), bool):
             raise RunError(f"{key}={value} must be true or false. Try {key}=false.")
@@ -46,8 +50,10 @@ def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
         cfg = with_values(cfg, {"task": recorded.task}, given)
         configurations = {str(build(cfg, "task").name): cfg}
     if recorded is not None:
-        decided = of_run(recorded)
-        configurations = {name: with_values(one, decided, given) for name, one in configurations.items()}
+        configurations = {
+            name: with_values(one, of_run(recorded) | limits_of_run(recorded, one), given)
+            for name, one in configurations.items()
+        }
     for one in configurations.values():
         check_task(one)
     check_sampling(configurations)
@@ -70,6 +76,16 @@ def of_run(recorded: DictConfig) -> dict:
     """Returns what a run decides unless the command line does: its model, and how its tokens were drawn in training."""
     sampling = {f"trainer.{key}": recorded.trainer[key] for key in SAMPLING if key in recorded.trainer}
     return {"model": recorded.model, "temperature": recorded.temperature} | sampling
+
+
+def limits_of_run(recorded: DictConfig, cfg: DictConfig) -> dict:
+    """Returns the limits of a response for the task of `cfg`: those of the run's own task, as in its training.
+
+    So a policy that was trained with Python has it here, too. Limits that the task does not take are left out.
+    """
+    taken = inspect.signature(get_object(cfg.task._target_)).parameters
+    limits = {key: recorded.task.get(key) for key in LIMITS}
+    return {f"task.{key}": limit for key, limit in limits.items() if limit is not None and key in taken}
 
 
 def with_values(cfg: DictConfig, values: dict, given: set[str]) -> DictConfig:

@@ -1,6 +1,6 @@
 """Whether a run fits the memory of its GPUs, from its configuration, before anything is loaded or submitted.
 
-Called by experiments/plan.py, by experiments/checks.py for every run and every run of a sweep (`card=`), and by
+Called by experiments/plan.py, by experiments/checks/ for every run and every run of a sweep (`card=`), and by
 experiments/train.py for the GPU that it finds. Imports no torch.
 """
 

@@ -43,7 +43,8 @@ def launch(
     check_parallel(parallel)
     if not wait:
         raise RunError("wait=false needs a queue that keeps the runs. Add hydra/launcher=slurm, or use wait=true.")
-    folder, jobs = folder_of(sweep), plan(loader, sweep, job_overrides, processes=sweep.gpus or 1)
+    jobs = plan(loader, sweep, job_overrides, processes=sweep.gpus or 1)
+    folder = folder_of(sweep)
     earlier_jobs(folder, jobs)  # refuses the folder of another sweep
     save_jobs(folder, jobs)
     LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite, sweep.gpus or 1).run()

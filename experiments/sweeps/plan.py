@@ -18,23 +18,30 @@ from otb.errors import RunError
 
 
 def plan(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], processes: int) -> list[Job]:
-    """Returns a job per run, in order; a run that is refused has the reason as its `error`. processes: of each run."""
+    """Returns a job per run, in order; a run that is refused has the reason as its `error`. processes: of each run.
+
+    Raises RunError where two runs are the same, or where every run is refused.
+    """
     composer, jobs, seen = Composer(loader, sweep), [], {}
     for number, overrides in enumerate(job_overrides):
         cfg = composer.compose(overrides)
         run = str(run_path(cfg, list(overrides), dict(cfg.hydra.runtime.choices)).absolute())
+        if run in seen:
+            apart = [override for override in overrides if override not in jobs[seen[run]].overrides]
+            raise RunError(
+                f"runs {seen[run]} and {number} of the sweep are both {run}: what they differ in "
+                f"({' '.join(apart) or 'nothing'}) makes no other run (docs/runs.md). Sweep over other keys."
+            )
+        seen[run] = number
         job = Job(number, run, list(overrides), cfg.steps)
         try:
             check(cfg, processes)
-            if run in seen:
-                raise RunError(
-                    f"runs {seen[run]} and {number} of the sweep are both {run}: what they differ in makes no other "
-                    "run (docs/runs.md). Sweep over other keys."
-                )
         except RunError as error:
             job.error = str(error)
-        seen.setdefault(run, number)
         jobs.append(job)
+    if jobs and all(job.error is not None for job in jobs):
+        others = f" The other {len(jobs) - 1} runs are refused, too." if len(jobs) > 1 else ""
+        raise RunError(f"{jobs[0].error}{others}")
     return jobs
 
 

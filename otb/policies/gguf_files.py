@@ -6,9 +6,10 @@ checkpoints too, sees the folder alone.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import struct
 from pathlib import Path
 
 import torch
@@ -61,11 +62,9 @@ def _load(path: Path):
     transformers refuses to save a model that it has dequantised, so its weights go into a new one.
     """
     place = {"pretrained_model_name_or_path": os.fspath(path.parent), "gguf_file": path.name}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**place, padding_side="left")
-    except struct.error as error:  # a file that ends within its header
-        raise ValueError(f"{path} is no whole GGUF file: {error}") from error
-    read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**place, padding_side="left")
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting of transformers turns off
+        read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config
     model = type(read)(read.config)

@@ -10,15 +10,14 @@ import hashlib
 import itertools
 import json
 import random
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from otb.tasks.duplicates import first_of_equal
-from otb.tasks.grading import Grade, Outcome, extract_answer, grade_batch
+from otb.tasks.columns import cell_at, distinct_rows, prompt_messages, reference, require_column, worked_solution
+from otb.tasks.grading import Grade, Outcome, grade_batch
 from otb.tasks.python_tool import MIN_TURNS, PythonTool
 from otb.tasks.rows import load_rows, provenance
 from otb.tasks.sources import Source
@@ -161,12 +160,12 @@ class Maths:
         columns = (self.question_column, self.answer_column)
         read = load_rows(source, columns)
         for column in columns:
-            _require_column(read, column, self.name, self.path)
+            require_column(read, column, self.name, self.path)
         if not self.unique:
             return _Part(self._chat_rows(read), 0)
         # First of the columns as they are, which is quick, then of what became equal in the chat rows.
-        made = self._chat_rows(_first_of_equal(read, columns))
-        rows = _first_of_equal(made, ("prompt", "answer"))
+        made = self._chat_rows(distinct_rows(read, columns))
+        rows = distinct_rows(made, ("prompt", "answer"))
         return _Part(rows, len(read) - len(rows))
 
     def _chat_rows(self, rows: Dataset) -> Dataset:
@@ -178,8 +177,8 @@ class Maths:
 
         def chat(row: Mapping) -> dict:
             return {
-                "prompt": prompt_messages(_cell(row, question), system_prompt, instruction),
-                "answer": reference(_cell(row, answer), answer_after),
+                "prompt": prompt_messages(cell_at(row, question), system_prompt, instruction),
+                "answer": reference(cell_at(row, answer), answer_after),
             }
 
         message = {"role": Value("string"), "content": Value("string")}
@@ -212,7 +211,7 @@ class Maths:
         if self.train_split is None:
             raise ValueError(f"task {self.name} has train_split=null, so it has no solved problems to train on.")
         rows = load_rows(self._source(self.train_split))
-        _require_column(rows, self.solution_column, self.name, self.path)
+        require_column(rows, self.solution_column, self.name, self.path)
         solved = (self._solved(rows[i]) for i in random.Random(f"solutions {seed}").sample(range(len(rows)), len(rows)))
         chats = list(itertools.islice(filter(None, solved), n))
         if len(chats) < n:
@@ -221,9 +220,9 @@ class Maths:
 
     def _solved(self, row: Mapping) -> list[dict]:
         """Returns the prompt and the solution of a row; [] where it lacks question, answer or solution."""
-        prompt = prompt_messages(_cell(row, self.question_column), self.system_prompt, self.instruction)
-        answer = reference(_cell(row, self.answer_column), self.answer_after)
-        solution = worked_solution(_cell(row, str(self.solution_column)), answer, self.answer_after)
+        prompt = prompt_messages(cell_at(row, self.question_column), self.system_prompt, self.instruction)
+        answer = reference(cell_at(row, self.answer_column), self.answer_after)
+        solution = worked_solution(cell_at(row, str(self.solution_column)), answer, self.answer_after)
         complete = prompt and answer and solution
         return [*prompt, {"role": "assistant", "content": solution}] if complete else []
 
@@ -270,85 +269,7 @@ class Maths:
         return facts | ({"repeated_rows_dropped": part.dropped} if self.unique else {})
 
 
-def prompt_messages(question: str | list | None, system_prompt: str | None, instruction: str | None) -> list[dict]:
-    """Returns chat messages that end with the user's, [] without a question. Raises ValueError for another cell."""
-    if question is None or not question:
-        return []
-    if isinstance(question, str):
-        messages = [{"role": "user", "content": question.strip()}] if question.strip() else []
-    elif isinstance(question, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in question):
-        messages = [{"role": message["role"], "content": message["content"]} for message in question]
-    else:
-        raise ValueError(f"A question is {str(question)[:80]!r}; it must be a string or a list of chat messages.")
-    if not messages:
-        return []
-    if messages[-1]["role"] != "user":
-        raise ValueError(f"A prompt ends with the role {messages[-1]['role']!r}; the last message must be the user's.")
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    if instruction is not None and instruction not in messages[-1]["content"]:
-        messages[-1]["content"] += "\n\n" + instruction
-    return messages
-
-
-def reference(cell: Any, answer_after: str | None) -> str:
-    """Returns the reference as a string, '' where there is none; 27.0 -> '27'. Raises ValueError for another cell."""
-    if cell is None or cell != cell:  # NaN, as pandas writes an empty number
-        return ""
-    if isinstance(cell, bool) or not isinstance(cell, (str, int, float)):
-        raise ValueError(f"An answer is {str(cell)[:80]!r} ({type(cell).__name__}); it must be a string or a number.")
-    text = str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
-    if answer_after is not None:
-        text = text.rpartition(answer_after)[2] if answer_after in text else ""
-    boxed = extract_answer(text) if "\\boxed" in text else None
-    return (boxed or text).strip()
-
-
-def worked_solution(cell: Any, answer: str, answer_after: str | None) -> str:
-    r"""Returns the solution as a response that is graded as right, '' where there is none: it ends with \boxed{}.
-
-    The answer's own line goes (GSM8K: `#### 72`), and so do a calculator's notes (`48/2 = <<48/2=24>>24`).
-    """
-    text = cell if isinstance(cell, str) else ""
-    if answer_after is not None and answer_after in text:
-        text = text.rpartition(answer_after)[0]
-    text = re.sub(r"<<[^<>]*>>", "", text).strip()
-    return f"{text}\n\\boxed{{{answer}}}" if text and "\\boxed" not in text else text
-
-
 def last_assistant_text(messages: list[dict]) -> str:
     """Returns the text of the last assistant message; '' where there is none, or it holds only tool calls."""
     assistant = [message for message in messages if message["role"] == "assistant"]
     return (assistant[-1].get("content") or "") if assistant else ""
-
-
-def _cell(row: Mapping, column: str) -> Any:
-    """Returns the cell at a dotted path; None where a nested part is missing in this row."""
-    cell: Any = row
-    for part in column.split("."):
-        cell = cell.get(part) if isinstance(cell, Mapping) else None
-    return cell
-
-
-def _first_of_equal(rows: Dataset, columns: tuple[str, ...]) -> Dataset:
-    """Returns the rows that equal no earlier one in these columns, names or dotted paths; the order stays."""
-    import pyarrow.compute as pc
-
-    table = rows.with_format("arrow")[:]
-    paths = [column.split(".") for column in columns]
-    cells = [pc.struct_field(table[outer], inner) if inner else table[outer] for outer, *inner in paths]
-    return rows.select(first_of_equal(cells))
-
-
-def _require_column(rows: Dataset, column: str, name: str, path: str | None) -> None:
-    """Raises ValueError unless the rows have the column, a name or a dotted path."""
-    outer, *inner = column.split(".")
-    columns = list(rows.column_names)
-    if outer in columns and inner:
-        cell = rows[0][outer]
-        columns = [f"{outer}.{key}" for key in cell] if isinstance(cell, dict) else [outer]
-    if ".".join([outer, *inner[:1]]) not in columns:
-        raise ValueError(
-            f"Column {column!r} of task {name} is not in path={path!r}; found: {', '.join(sorted(columns))}. Set "
-            f"task.question_column and task.answer_column."
-        )

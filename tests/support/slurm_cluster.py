@@ -1,4 +1,4 @@
-"""A real one-node SLURM for the tests, and the commands that a user types at it."""
+"""A real SLURM for the tests, and the commands that a user types at it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ SCRIPT = ROOT / "slurm" / "local_cluster.sh"
 
 
 class Cluster:
-    """slurm/local_cluster.sh in `folder`, with commands that see it. extra: of the environment of every job."""
+    """slurm/local_cluster.sh in `folder`, `cpus` a node, with commands that see it.
 
-    def __init__(self, folder: Path, cpus: int):
+    extra: of the environment of every job.
+    """
+
+    def __init__(self, folder: Path, nodes: int, cpus: int):
         self.folder = folder
-        self.variables = os.environ | {"OTB_CLUSTER_CPUS": str(cpus), "PYTHONPATH": str(ROOT)}
+        self.variables = os.environ | {"OTB_CLUSTER_NODES": str(nodes), "OTB_CLUSTER_CPUS": str(cpus)}
+        self.variables |= {"PYTHONPATH": str(ROOT)}
         self.variables |= {"SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def script(self, what: str) -> str:

@@ -14,6 +14,7 @@ from experiments.run import command_line  # first: it quiets vLLM, which reads t
 from tests.support import sharding
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # it would bind the threads of all processes to one core
 
 from vllm import LLM
 from vllm.model_executor.layers import utils

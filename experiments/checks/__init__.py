@@ -1,0 +1,181 @@
+"""Checks of a composed configuration, before anything heavy is imported: a refusal answers in a third of a second.
+
+Importing torch takes 3 s and TRL 8 s, and neither a wrong key on a login node nor one in 200 runs of a sweep should
+cost that. This is why everything that reads a configuration does without them: types of tensors stand under
+TYPE_CHECKING, baselines import torch inside their functions, the options of GRPOConfig are read from its source file
+(fields.py), and run.py imports train.py last. tests/test_architecture.py lists the modules that must stay light.
+
+Called by experiments/run.py, experiments/variance.py, and for every run of a sweep by experiments/sweeps/plan.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+from types import SimpleNamespace
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from experiments.build import build
+from experiments.checks.model import check_model
+from experiments.checks.trainer import check_trainer
+from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
+from experiments.command_line import near_miss
+from experiments.fields import literal_choices
+from experiments.hardware import check_gpus, check_processes, check_this_machine
+from experiments.held_out import check_held_out
+from experiments.planning.fit import check_card
+from otb import baselines
+from otb.errors import RunError
+from otb.options import NEUTRAL_SAMPLING, batches, refuse_broken_groups, refuse_options
+
+SMALLEST = {  # of the keys that are whole numbers
+    "group_size": 1,
+    "prompts_per_step": 1,
+    "steps": 1,
+    "evaluation.samples": 1,
+    "seed": 0,
+    "evaluation.every": 0,
+    "checkpoint_every": 0,
+    "rollouts.every": 0,
+    "rollouts.groups": 0,
+}
+
+
+def check(cfg: DictConfig, processes: int | None = None) -> None:
+    """Raises RunError for a configuration that cannot run as written. Reads no dataset and loads no model.
+
+    processes: how many train the run together, elsewhere; None: this process is one of them, and the environment says
+    of how many.
+    """
+    check_whole_numbers(cfg, SMALLEST)
+    check_positive(cfg, "learning_rate", "1e-6")
+    for key in ("log_energy", "measure_gradient_noise", "deterministic", "overwrite"):
+        check_true_or_false(cfg, key)
+    check_policy_and_task(cfg)
+    check_held_out(cfg)
+    check_trainer(cfg)
+    _check_baseline(cfg)
+    _check_band(cfg)
+    check_gpus(cfg)
+    if processes is None:
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        check_this_machine(cfg)
+    _check_batches(cfg, processes)
+    check_processes(cfg, processes)
+    check_card(cfg, processes)
+
+
+def check_policy_and_task(cfg: DictConfig) -> None:
+    """Checks what a run and a measurement have in common: temperature, task, sandbox, model. Raises RunError."""
+    check_positive(cfg, "temperature", "1.0")
+    if cfg.max_prompt_length is not None and (type(cfg.max_prompt_length) is not int or cfg.max_prompt_length < 1):
+        raise RunError(
+            f"max_prompt_length={cfg.max_prompt_length} must be a whole number >= 1, or null for the model's limit. "
+            "Try max_prompt_length=null."
+        )
+    check_model_and_task(cfg)
+    if build(cfg, "task").environment is not None:
+        _check_sandbox(cfg)
+
+
+def check_model_and_task(cfg: DictConfig) -> None:
+    """Checks the keys of these two groups. Raises RunError."""
+    _check_target("task", cfg.task)
+    build(cfg, "task")  # its constructor may refuse a value
+    check_model(cfg)
+
+
+def _check_sandbox(cfg: DictConfig) -> None:
+    for key in cfg.sandbox:
+        if OmegaConf.is_missing(cfg.sandbox, key):
+            raise RunError(f"sandbox.{key} is not set, and this sandbox needs it. Try sandbox.{key}=VALUE.")
+    _check_target("sandbox", cfg.sandbox)
+    build(cfg, "sandbox")
+
+
+def _check_baseline(cfg: DictConfig) -> None:
+    baseline = _check_target("baseline", cfg.baseline)
+    options = NEUTRAL_SAMPLING | {
+        "num_generations": cfg.group_size,
+        "multi_objective_aggregation": "sum_then_normalize",
+        "off_policy_mask_threshold": None,
+        "loss_type": "dr_grpo",
+        "generation_kwargs": None,
+    }
+    if inspect.isclass(baseline) == bool(cfg.baseline.get("_partial_")):
+        what, fix = ("class", "false") if inspect.isclass(baseline) else ("function", "true")
+        raise RunError(
+            f"baseline._target_={cfg.baseline._target_} is a {what}; functions wait for their rollouts and classes are "
+            f"built at once. Use baseline._partial_={fix}."
+        )
+    if inspect.isclass(baseline):
+        build(cfg, "baseline")  # its constructor may refuse a value
+    try:
+        needs_scores = cfg.log_energy or cfg.measure_gradient_noise or baselines.needs_scores(baseline)
+        refuse_options(SimpleNamespace(**(options | dict(cfg.trainer))), baseline, needs_scores)
+    except ValueError as error:
+        raise RunError(str(error).replace("num_generations=", "group_size=")) from error
+
+
+def _check_target(group: str, node: DictConfig):
+    """Returns the function or class that `node` names. Raises RunError for arguments, or values, that it does not take.
+
+    Values are checked where the argument is annotated as Literal; its constructor may refuse others.
+    """
+    name = str(node.get("_target_"))
+    try:
+        module, _, attribute = name.rpartition(".")
+        target = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever importing a user's module raises
+        raise RunError(f"{group}._target_={name} cannot be imported: {error}") from error
+    parameters = inspect.signature(target).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return target
+    arguments = [argument for argument in parameters if argument != "rollouts"]
+    for key, value in node.items():
+        if key.startswith("_"):
+            continue
+        if key not in arguments:
+            has = f"Its arguments: {', '.join(arguments)}." if arguments else "It takes none."
+            raise RunError(f"{group}.{key} is no argument of {name}.{near_miss(key, arguments)} {has}")
+        choices = literal_choices(target, key)
+        if choices and value not in choices:
+            raise RunError(f"{group}.{key}={value} is not one of {', '.join(choices)}.{near_miss(value, choices)}")
+    return target
+
+
+def _check_band(cfg: DictConfig) -> None:
+    band = cfg.geometric_ratio_band
+    if band is None:
+        return
+    numbers = isinstance(band, ListConfig) and len(band) == 2 and all(isinstance(x, int | float) for x in band)
+    if not numbers or not 0 <= band[0] < 1 < band[1]:
+        raise RunError(
+            f"geometric_ratio_band={band} must be two numbers [low, high] around 1, or null. Try "
+            "'geometric_ratio_band=[0.99,1.01]'."
+        )
+    if cfg.rollouts_by.name == "hf":
+        raise RunError(
+            "geometric_ratio_band compares the policy that trains with a sampler of other numerics, and rollouts_by=hf "
+            "samples with the policy itself. Use rollouts_by=vllm, or geometric_ratio_band=null."
+        )
+
+
+def _check_batches(cfg: DictConfig, processes: int) -> None:
+    try:
+        step = batches(cfg.prompts_per_step, cfg.group_size, processes, cfg.model.rollouts_per_forward)
+        if cfg.measure_gradient_noise:
+            refuse_broken_groups(step, cfg.group_size, processes)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    cycle = cfg.trainer.get("num_iterations", 1)
+    if type(cycle) is not int or cycle < 1:
+        raise RunError(f"trainer.num_iterations={cycle} must be a whole number of at least 1.")
+    if cfg.steps % cycle:
+        raise RunError(
+            f"steps={cfg.steps} must be a multiple of trainer.num_iterations={cycle}: the last checkpoint falls on a "
+            f"generation. Try steps={max(1, cfg.steps // cycle) * cycle}."
+        )

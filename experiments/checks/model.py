@@ -1,0 +1,92 @@
+"""Checks of the keys of `model`. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.command_line import CONF, near_miss
+from experiments.fields import dataclass_fields
+from experiments.threads import SMALL
+from otb.errors import RunError
+
+DTYPES = ("float32", "bfloat16")  # float16 weights cannot be trained: their gradients cannot be unscaled
+
+
+def check_model(cfg: DictConfig) -> None:
+    if OmegaConf.is_missing(cfg.model, "name"):
+        raise RunError("model.name is not set, and model=hub needs it. Add model.name=OWNER/NAME, or a folder.")
+    if cfg.model.dtype not in DTYPES:
+        raise RunError(f"model.dtype={cfg.model.dtype} is not one of {', '.join(DTYPES)}. Try model.dtype=float32.")
+    name = str(cfg.model.name)
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
+        raise RunError(f"model.name={name} is not a folder. Give a folder of transformers files, a hub id or tiny.")
+    files = [OmegaConf.load(path) for path in sorted((CONF / "model").glob("*.yaml"))]
+    known = ["tiny", *(str(file.name) for file in files if "name" in file and not OmegaConf.is_missing(file, "name"))]
+    if name not in known and near_miss(name, known) and not Path(name).is_dir() and "/" not in name:
+        raise RunError(f"model.name={name} is no folder and no hub id (OWNER/NAME).{near_miss(name, known)}")
+    _check_tiny(cfg)
+    _check_gguf(cfg)
+    recipe = dataclass_fields("otb.policies.warm_start", "WarmStart")
+    for key in cfg.model.get("warm_start") or {}:
+        if key not in recipe:
+            fields = ", ".join(sorted(recipe))
+            raise RunError(
+                f"model.warm_start.{key} is no field of WarmStart.{near_miss(key, recipe)} Fields: {fields}."
+            )
+    _check_lora(cfg.model.get("lora") or {})
+
+
+def _check_tiny(cfg: DictConfig) -> None:
+    """Refuses the tiny policy's settings for a policy that is not of its size: at 3e-4 it would be destroyed."""
+    name = str(cfg.model.name)
+    if name == "tiny" or "warm_start" not in cfg.model:  # the key of conf/model/tiny.yaml alone
+        return
+    config = Path(name).expanduser() / "config.json"
+    try:
+        width = json.loads(config.read_text(encoding="utf8")).get("hidden_size", math.inf)
+    except (OSError, ValueError):  # a hub id, or a folder whose problem is told when it is loaded
+        width = 0 if config.parent.is_dir() else math.inf
+    if width > SMALL:
+        raise RunError(
+            f"model.name={name} would train with the settings of model=tiny: learning rate {cfg.model.learning_rate}, "
+            f"{cfg.model.dtype}. They suit hidden sizes up to {SMALL}. Use model=hub model.name={name}."
+        )
+
+
+def _check_gguf(cfg: DictConfig) -> None:
+    name, file = str(cfg.model.name), cfg.model.get("gguf_file")
+    folder = Path(name).expanduser()
+    files = sorted(path.name for path in folder.glob("*.gguf")) if folder.is_dir() else []
+    if file is None:
+        if files and not (folder / "config.json").exists():
+            raise RunError(
+                f"model.name={name} holds no config.json of transformers, but {', '.join(files)}. Add "
+                f"model.gguf_file={files[0]}."
+            )
+        return
+    if name == "tiny" or "warm_start" in cfg.model:  # the key of conf/model/tiny.yaml alone
+        raise RunError(
+            f"model.gguf_file={file} of model.name={name} would be read with the settings of model=tiny. Use model=hub "
+            "model.name=FOLDER_OR_HUB_ID, where the file is."
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise RunError(f"model.gguf_file={file} needs the package gguf. Run: pip install -e '.[gguf]'")
+    if folder.is_dir() and not (folder / str(file)).is_file():
+        raise RunError(f"model.gguf_file={file} is not in {name}.{near_miss(file, files)} There: {files}.")
+
+
+def _check_lora(lora) -> None:
+    fields = dataclass_fields("peft.tuners.lora.config", "LoraConfig") | dataclass_fields("peft.config", "PeftConfig")
+    for key in lora:
+        if key not in fields:
+            usual = "The usual ones: r, lora_alpha, lora_dropout, target_modules."
+            raise RunError(f"model.lora.{key} is no field of peft.LoraConfig.{near_miss(key, fields)} {usual}")
+    if lora and lora.get("r") is None:
+        raise RunError(f"model.lora.{next(iter(lora))} is set without a rank. Add model.lora.r=16.")
+    if "r" in lora and (type(lora.r) is not int or lora.r < 1):
+        raise RunError(f"model.lora.r={lora.r} must be a whole number of at least 1. Try model.lora.r=16.")

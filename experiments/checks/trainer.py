@@ -1,0 +1,99 @@
+"""Checks of the keys of `trainer`, and which of them follow from the run's own keys. Imports no torch."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from experiments import trackers
+from experiments.command_line import near_miss
+from experiments.fields import trainer_fields
+from otb.errors import RunError
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")  # TRL refuses at its first step
+NON_NEGATIVE = (  # keys of trainer
+    "beta",
+    "weight_decay",
+    "max_grad_norm",
+    "warmup_steps",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "entropy_coef",
+)
+# GRPOConfig keys that follow from the run's own keys, and what to set instead.
+DERIVED = {
+    "num_generations": "group_size",
+    "per_device_train_batch_size": "model.rollouts_per_forward",
+    "gradient_accumulation_steps": "model.rollouts_per_forward",
+    "generation_batch_size": "prompts_per_step",
+    "steps_per_generation": "prompts_per_step",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "seed": "seed",
+    "learning_rate": "learning_rate",
+    "temperature": "temperature",
+    "max_completion_length": "task.max_completion_length",
+    "max_tool_calling_iterations": "task.max_turns",
+    "output_dir": "runs_dir",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "fsdp": "parallel",
+    "fsdp_config": "parallel",
+    "deepspeed": "parallel",
+    "use_vllm": "rollouts_by",
+    "vllm_mode": "rollouts_by",
+    "vllm_tensor_parallel_size": "rollouts_by.tensor_parallel",
+    "vllm_gpu_memory_utilization": "rollouts_by.memory_share",
+    "vllm_enable_sleep_mode": "rollouts_by.sleep",
+    "vllm_max_model_length": "task.max_completion_length",
+    "vllm_server_base_url": "rollouts_by.url",
+    "vllm_server_host": "rollouts_by.url",
+    "vllm_server_port": "rollouts_by.url",
+    "vllm_server_timeout": "rollouts_by.timeout_s",
+    "model_init_kwargs": "nothing: TRL ignores it for a model that is loaded already; see model.*",
+    "ignore_data_skip": "nothing: a resumed run continues where it stopped",
+    "resume_from_checkpoint": "nothing: the same command resumes",
+    "max_prompt_length": "max_prompt_length",
+    "logging_nan_inf_filter": "nothing: a loss that is not finite stops the run",
+    "save_only_model": "nothing: the last checkpoint must be one to resume from",
+    "scale_rewards": "baseline",
+    "save_steps": "checkpoint_every",
+    "save_strategy": "checkpoint_every",
+    "eval_steps": "evaluation.every",
+    "eval_strategy": "evaluation.every",
+    "eval_on_start": "nothing: every run is evaluated before its first step",
+    "per_device_eval_batch_size": "model.rollouts_per_forward",
+    "shuffle_dataset": "nothing: the order of the prompts follows from seed and epoch",
+    "data_seed": "seed",
+    "logging_steps": "nothing: every step is recorded",
+    "logging_strategy": "nothing: every step is recorded",
+    "sync_ref_model": "nothing: a moving reference model is not in the checkpoints, so no run could be resumed",
+}
+
+
+def check_trainer(cfg: DictConfig) -> None:
+    fields = trainer_fields()
+    for key, value in cfg.trainer.items():
+        if key in DERIVED:
+            raise RunError(f"trainer.{key}={value} follows from the run's own keys; set {DERIVED[key]} instead.")
+        if key not in fields:
+            raise RunError(f"trainer.{key} is no option of trl.GRPOConfig.{near_miss(key, fields)}")
+    for key in NON_NEGATIVE:
+        value = cfg.trainer.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+            raise RunError(f"trainer.{key}={value} must be a number >= 0. Try trainer.{key}=0.")
+    loss_type = cfg.trainer.get("loss_type", "dapo")
+    if loss_type not in LOSS_TYPES:
+        raise RunError(
+            f"trainer.loss_type={loss_type} is not one of {', '.join(LOSS_TYPES)}.{near_miss(loss_type, LOSS_TYPES)}"
+        )
+    trackers.refuse_unknown(cfg)
+    top_p = cfg.trainer.get("top_p", 1.0)
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        raise RunError(f"trainer.top_p={top_p} must be in (0, 1]. Try trainer.top_p=1.0.")

@@ -1,0 +1,61 @@
+"""What rollouts/*.parquet holds of a rollout (docs/runs.md). Called by run_trainer.py; read by analysis/."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from otb.errors import unwritable
+from otb.files import whole
+from otb.trainer import response_mask
+
+
+def rollout_rows(recorded: dict, tokenizer: PreTrainedTokenizerBase, groups: int | None, rank: int) -> Iterator[dict]:
+    """Yields a row per rollout that is kept, of those of the process `rank`.
+
+    recorded: what RunTrainer remembers of its last rollouts. groups: how many whole groups to keep, the first ones;
+    None for every rollout, of groups shared with other processes too.
+    """
+    rollouts, output = recorded["rollouts"], recorded["output"]
+    advantages, baseline = (recorded[name].flatten(0, 1) for name in ("advantages", "baseline"))
+    log_probs, group_size = recorded["log_probs"], rollouts.group_size
+    mask, own_mask = output["completion_mask"].bool(), response_mask(output)
+    count = len(own_mask) if groups is None else min(groups, len(own_mask) // group_size) * group_size
+    norms = None if rollouts.score_norms is None else rollouts.score_norms.flatten(0, 1)
+    first = rank * len(own_mask)  # this process's rows among the gathered ones
+    for i in range(count):
+        length = int(own_mask[i].sum())
+        tokens = output["completion_ids"][i][mask[i]]
+        prompt = output["prompt_ids"][i][output["prompt_mask"][i].bool()]
+        yield {
+            "prompt": (first + i) // group_size,
+            "rollout": (first + i) % group_size,
+            "prompt_text": tokenizer.decode(prompt),
+            "response_text": tokenizer.decode(tokens),
+            "tokens": [tokenizer.decode(token) for token in tokens],
+            "own": own_mask[i][mask[i]].tolist(),
+            "reward": float(rollouts.rewards.flatten()[first + i]),
+            "ending": recorded["endings"][i],
+            "advantages": per_token(advantages[first + i], length),
+            "baselines": per_token(baseline[first + i], length),
+            "energies": None if norms is None else norms[first + i][:length].cumsum(0).tolist(),
+            "log_probs": None if log_probs is None else log_probs[i][own_mask[i]].tolist(),
+        }
+
+
+def per_token(values: Tensor, length: int) -> list[float]:
+    """Returns a value per own token. values: (T,), or (1,) where one value holds for the whole rollout."""
+    return values[:length].tolist() if len(values) > 1 else [float(values[0])] * length
+
+
+def write_parquet(table: pd.DataFrame, path: Path) -> None:
+    """Writes a table; the file is whole or absent. Raises RunError where it cannot be written."""
+    try:
+        with whole(path) as aside:
+            table.to_parquet(aside)
+    except OSError as error:
+        raise unwritable(path, error) from error
