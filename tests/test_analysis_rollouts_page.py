@@ -8,11 +8,10 @@ from analysis.rollouts.__main__ import main
 from analysis.runs.token_colours import background
 from tests.support.analysis_runs import REAL_RUNS
 from tests.support.browser import chromium
-from tests.support.rollout_runs import HOSTILE, write_rollout_runs
+from tests.support.rollout_runs import HOSTILE, SETTLED, write_rollout_runs
 
 OTB = "run=otb-n4-seed0&step=40&prompt=0"
 PAIR = OTB + "&with=grpo-n4-seed0&with-step=40"
-READY = "return document.querySelector('.t') !== null"
 VALUES = """const facts = [...document.querySelectorAll("#token-values div")];
 return Object.fromEntries(facts.map(one => one.innerText.split("\\n")))"""
 
@@ -36,7 +35,7 @@ def opened(chrome, page):
 
     def open_at(fragment=OTB, **window):
         chrome.open(page, fragment, **window)
-        chrome.wait(READY)
+        chrome.wait(SETTLED)
         return chrome
 
     chrome.complaints()
@@ -388,5 +387,5 @@ def test_the_real_runs_of_the_repository_open(chrome, tmp_path):
     assert main([str(REAL_RUNS), "--out", str(tmp_path / "page.html")]) == 0
     chrome.complaints()
     chrome.open(tmp_path / "page.html")
-    chrome.wait(READY)
+    chrome.wait(SETTLED)
     assert len(chrome.texts("#run option")) == 12 and chrome.complaints() == []

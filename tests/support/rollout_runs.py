@@ -15,6 +15,10 @@ CALL = ["so ", "<tool_call>", "print(7+8)", "</tool_call>", "<|im_end|>", "\n", 
 IS_TOOL = [False] * 5 + [True] * 3 + [False] * 2
 LONG = ["word "] * 60
 
+# In a browser: the group is there, and every rollout that can be seen has its tokens.
+SETTLED = """const seen = one => one.getBoundingClientRect().top < innerHeight && one.getBoundingClientRect().bottom > 0;
+return document.querySelector("article") && views.every(view => view.rollouts.every(one => one.spans || !seen(one.article)))"""
+
 
 def rollout(tokens: list[str], reward: float, ending: str, scale: float, is_tool: list[bool] | None = None) -> dict:
     """A rollout; of own token t from 0, w = 0.5, pi = 0.5, B = scale / (t + 2), A = R - B, or 0 where unscored."""

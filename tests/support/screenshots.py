@@ -5,9 +5,9 @@ import tempfile
 from pathlib import Path
 
 from tests.support.browser import chromium
+from tests.support.rollout_runs import SETTLED
 
 WIDTHS = {1280: 1080, 800: 1100, 390: 844}  # pixels: heights
-SETTLED = "return document.querySelector('.t') && views.every(view => !view.waiting.length && view.frame === null)"
 
 
 def screenshots(page: Path, folder: Path, fragment: str = "") -> None:
