@@ -16,8 +16,9 @@ IS_TOOL = [False] * 5 + [True] * 3 + [False] * 2
 LONG = ["word "] * 60
 
 # In a browser: the group is there, and every rollout that can be seen has its tokens.
-SETTLED = """const seen = one => one.getBoundingClientRect().top < innerHeight && one.getBoundingClientRect().bottom > 0;
-return document.querySelector("article") && views.every(view => view.rollouts.every(one => one.spans || !seen(one.article)))"""
+SETTLED = """const seen = box => box.top < innerHeight && box.bottom > 0;
+const done = rollout => rollout.spans || !seen(rollout.article.getBoundingClientRect());
+return document.querySelector("article") && views.every(view => view.rollouts.every(done))"""
 
 
 def rollout(tokens: list[str], reward: float, ending: str, scale: float, is_tool: list[bool] | None = None) -> dict:
