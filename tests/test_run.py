@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -28,13 +29,22 @@ def test_default_run_lifts_held_out_accuracy_by_a_quarter_and_leaves_a_picture(t
     assert "run directory" in done.stdout and "accuracy" in done.stdout
 
 
-def test_sweep_leaves_comparable_runs_that_saw_the_same_prompts_and_a_table(tmp_path):
-    """In one process; tests/test_local_sweep.py has the default launcher, with a process for each run."""
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> tuple[list[Path], str]:
+    """The runs of a sweep and what it printed.
+
+    In one process; tests/test_local_sweep.py has the default launcher, with a process for each run.
+    """
+    home = tmp_path_factory.mktemp("swept")
     given = ["-m", "hydra/launcher=basic", "baseline=otb,grpo", "group_size=2,4", "steps=2", "task.eval_prompts=8"]
-    given += ["rollouts.every=1", "rollouts.groups=16", f"runs_dir={tmp_path / 'runs'}"]
-    code, printed = commands.run(given, tmp_path / "log")
+    given += ["rollouts.every=1", "rollouts.groups=16", f"runs_dir={home / 'runs'}"]
+    code, printed = commands.run(given, home / "log")
     assert code == 0, printed
-    directories = run_directories(tmp_path / "runs")
+    return run_directories(home / "runs"), printed
+
+
+def test_sweep_leaves_comparable_runs_that_saw_the_same_prompts_and_a_table(swept):
+    directories, printed = swept
     names = ["grpo-n2-seed0", "grpo-n4-seed0", "otb-n2-seed0", "otb-n4-seed0"]
     assert [path.name.removesuffix("-task.eval_prompts=8") for path in directories] == names
     assert all(f"│ {name}" in printed for name in names)
@@ -45,6 +55,19 @@ def test_sweep_leaves_comparable_runs_that_saw_the_same_prompts_and_a_table(tmp_
         before.add(rows(directory / "evaluations.jsonl")[0]["accuracy"])
     assert prompts[0] == prompts[1] == prompts[2] == prompts[3] and len(set(prompts[0])) == 16
     assert len(before) == 1  # the same policy, evaluated with the same draws
+
+
+def test_kept_rollouts_hold_what_the_estimator_did_to_each_token(swept):
+    grpo, otb = (pd.read_parquet(swept[0][i] / "rollouts" / "step-00000002.parquet") for i in (1, 3))
+    for _, row in otb.iterrows():
+        assert len(row.tokens) == len(row.baselines) == len(row.log_probs) == len(row.energies)
+        assert np.allclose(row.reward - row.baselines, row.advantages, atol=1e-6)
+        w = np.diff(row.energies, prepend=0)
+        assert (w >= np.expm1(row.log_probs) ** 2 - 1e-4).all()  # (1 - pi)^2 is the first of the two terms of w
+        assert row.ending == ("length" if len(row.tokens) == 64 and row.tokens[-1] != "<|im_end|>" else "end")
+    for _, group in grpo.groupby("prompt"):
+        assert np.allclose([row.mean() for row in group.baselines], group.reward.mean())
+    assert grpo.log_probs.isna().all() and grpo.energies.isna().all()  # no pass was made, and none is for the record
 
 
 def test_gsm8k_rows_run_through_the_whole_path(shared, tmp_path):

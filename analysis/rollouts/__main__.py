@@ -57,7 +57,8 @@ def make_page(folders: list[Path], out: Path | None = None, steps: str | None = 
     name = folders[0].resolve().name if len(folders) == 1 else f"{len(collection.runs)} runs"
     home = folders[0] if len(folders) == 1 else Path()
     page = write_page(collection, f"Rollouts of {name}", out or home / "rollouts.html")
-    told = f"{len(collection.runs)} runs, {len(collection.groups):,} prompt groups, {collection.tokens:,} tokens"
+    counts = {"run": len(collection.runs), "prompt group": len(collection.groups), "token": collection.tokens}
+    told = ", ".join(f"{count:,} {word}{'s' if count != 1 else ''}" for word, count in counts.items())
     return page, "\n".join([told, *collection.notes])
 
 

@@ -12,7 +12,7 @@ function svg(name, attributes = {}, text = "") {
 // Returns about `count` round numbers between two values.
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find(factor => factor * power >= rough), first = Math.ceil(low / step);
+  const step = power * [1, 2, 2.5, 5, 10].find(factor => factor * power >= rough), first = Math.ceil(low / step);
   return Array.from({length: Math.floor(high / step + 1e-9) - first + 1}, (_, i) => +((first + i) * step).toPrecision(12));
 }
 
@@ -44,10 +44,11 @@ class Chart {
     for (const value of ticks(low, high, 3)) parts.push(
       svg("line", {class: "grid", x1: MARGIN.left, x2: right, y1: this.y(value), y2: this.y(value)}),
       svg("text", {x: MARGIN.left - 6, y: this.y(value) + 4, "text-anchor": "end"}, written(value)));
-    for (const t of ticks(1, tokens, Math.min(tokens, Math.floor(this.width / 60))))
-      if (Number.isInteger(t) && this.x(t - 1) < right - 70) // where the name of the axis stands
-        parts.push(svg("text", {x: this.x(t - 1), y: bottom + 14, "text-anchor": "middle"}, t));
-    parts.push(svg("text", {x: right, y: bottom + 14, "text-anchor": "end"}, "own token"));
+    const name = this.width > 260 ? svg("text", {x: right, y: bottom + 14, "text-anchor": "end"}, "own token") : null;
+    const room = right - (name ? 70 : 15); // for ticks beside the name of the axis
+    for (const t of ticks(1, tokens, Math.min(tokens, Math.floor(this.width / 60)))) if (Number.isInteger(t) && this.x(t - 1) < room)
+      parts.push(svg("text", {x: this.x(t - 1), y: bottom + 14, "text-anchor": "middle"}, t));
+    if (name) parts.push(name);
     this.lines = new Map(this.rollouts.map(rollout => [rollout, svg("path", {
       d: this.path(rollout[this.quantity]), style: `--line: ${rollout.colour}`, class: rollout.reward > 0 ? "line" : "line dashed",
     })]));

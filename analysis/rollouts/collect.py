@@ -53,8 +53,8 @@ def collect(folders: list[Path], steps: list[int] | None = None) -> Collection:
         raise RunError(f"--steps={asked}: no rollouts of these were kept; kept: {', '.join(map(str, there))}.")
     collection = Collection(describe(list(chosen)))
     queue = []
-    for run, kept in enumerate(chosen.values()):
-        queue += [(place, run, step, kept[step]) for place, step in enumerate(reversed(kept))]
+    for number, kept in enumerate(chosen.values()):
+        queue += [(place, number, step, kept[step]) for place, step in enumerate(reversed(kept))]
     fill(collection, sorted(queue))
     if not collection.groups:
         raise RunError(f"No rollouts could be read. {' '.join(collection.notes)}")
@@ -70,29 +70,35 @@ def files_by_step(run: Path) -> dict[tuple[int, bool], list[Path]]:
 
 
 def fill(collection: Collection, queue: list[tuple]) -> None:
-    """Adds the groups of (_, run, step, files) in turn, while there is room; notes say what was left out."""
+    """Adds the groups of (place, run, step, files) in turn, while there is room; notes say what was left out.
+
+    place: 0 for the last step of a run, 1 for the one before. Steps of one place share the room that is left, and where
+    it does not do for them, no earlier step is read.
+    """
     entries: list[tuple[tuple, dict, str]] = []
-    left_groups, left_steps = 0, 0
-    for _, run, (step, failed), files in queue:
-        if left_groups:
+    left_groups, left_steps, full_from = 0, 0, len(queue)
+    for number, (place, run, (step, failed), files) in enumerate(queue):
+        if place > full_from:
             left_steps += 1
             continue
+        sharing = sum(entry[0] == place for entry in queue[number:])
+        share = (MAX_TOKENS - collection.tokens) / sharing
+        taken = 0
         try:
-            groups = list(read_groups(files, collection.strings))
+            for group in read_groups(files, collection.strings):
+                count = token_count(group)
+                fits = len(entries) < MAX_GROUPS and collection.tokens + count <= MAX_TOKENS
+                if not fits or (taken and taken + count > share):
+                    left_groups, full_from = left_groups + 1, place
+                    continue
+                cut, cuts = bounded(group)
+                taken, collection.tokens = taken + count, collection.tokens + count
+                name = f"{step} (failed)" if failed else str(step)
+                entry = {"run": run, "step": name, "cuts": cuts} | facts(cut, group)
+                entries.append(((run, step, failed, group.prompt), entry, blob(cut)))
         except RunError as error:
             collection.notes.append(f"Not read: {error}")
-            continue
-        for group in groups:
-            if len(entries) >= MAX_GROUPS or collection.tokens + token_count(group) > MAX_TOKENS:
-                left_groups += 1
-                continue
-            cut, cuts = bounded(group)
-            collection.tokens += token_count(cut)
-            name = f"{step} (failed)" if failed else str(step)
-            entry = {"run": run, "step": name, "cuts": cuts} | facts(cut, group)
-            entries.append(((run, step, failed, group.prompt), entry, blob(cut)))
-    entries.sort(key=lambda entry: entry[0])
-    collection.groups, collection.blobs = [entry for _, entry, _ in entries], [numbers for *_, numbers in entries]
+    keep_shown(collection, sorted(entries, key=lambda entry: entry[0]))
     if left_groups:
         more = f" and all of {left_steps} earlier steps" if left_steps else ""
         collection.notes.append(
@@ -100,6 +106,16 @@ def fill(collection: Collection, queue: list[tuple]) -> None:
             f"{MAX_GROUPS:,} groups and {MAX_TOKENS:,} tokens. {left_groups:,} groups of the steps that are "
             f"shown{more} are left out; --steps chooses which are shown."
         )
+
+
+def keep_shown(collection: Collection, entries: list[tuple[tuple, dict, str]]) -> None:
+    """Puts groups into a collection, in order, and takes the runs without any out of it."""
+    shown = sorted({entry["run"] for _, entry, _ in entries})
+    if len(shown) < len(collection.runs):
+        collection.notes.append(f"{len(collection.runs) - len(shown)} runs have no rollouts on this page.")
+    collection.runs = [collection.runs[run] for run in shown]
+    collection.groups = [entry | {"run": shown.index(entry["run"])} for _, entry, _ in entries]
+    collection.blobs = [numbers for *_, numbers in entries]
 
 
 def describe(runs: list[Path]) -> list[dict]:
@@ -114,8 +130,8 @@ def describe(runs: list[Path]) -> list[dict]:
         words = [label(arm, size) if arm != "unknown" else name]
         words += [f"seed {config['seed']}"] if "seed" in config else []
         described.append({"name": name, "label": ", ".join(words), "colour": colour(arm)})
-    labels = [run["label"] for run in described]
-    for run in described:
-        if labels.count(run["label"]) > 1:
-            run["label"] += f" ({run['name']})"
+    labels = [one["label"] for one in described]
+    for one in described:
+        if labels.count(one["label"]) > 1:
+            one["label"] += f" ({one['name']})"
     return described

@@ -30,9 +30,10 @@ function ink(colour) {
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000" : "#fff";
 }
 
+// Gives a token the colour of its value; undefined: its file does not have it, and there is no colour.
 function paint(element, value, limit, by) {
   const colour = background(value, limit, by);
-  element.classList.toggle("not-finite", !colour);
+  element.classList.toggle("not-finite", !colour && value !== undefined);
   element.style.background = colour ? `rgb(${colour})` : "";
   element.style.color = colour ? ink(colour) : "";
 }

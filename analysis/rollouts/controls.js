@@ -44,6 +44,7 @@ function writeControls() {
   for (const input of document.getElementsByName("by")) {
     input.checked = input.value === chosen.by;
     input.disabled = !offered(group).includes(input.value);
+    input.parentElement.title = input.disabled ? "This run did not keep it." : "";
   }
   writeLegend();
   const hasTools = shownViews().some(view => view.group.tools.some(Boolean));
@@ -56,8 +57,10 @@ function writeLegend() {
   const low = by === "advantage" || limitBelow(by) ? -limit : 0, [from, to] = by === "probability" ? [1, 0] : [low, limit];
   const colours = [0, 0.25, 0.5, 0.75, 1].map(share => `rgb(${background(from + (to - from) * share, limit, by)})`);
   $("scale").style.background = `linear-gradient(to right, ${colours})`;
-  $("scale-low").textContent = written(from, signed) + (signed ? " less likely" : "");
-  $("scale-high").textContent = (signed ? "more likely " : "") + written(to, signed);
+  const none = limit === 0 && by !== "probability";
+  $("scale").hidden = none;
+  $("scale-low").textContent = none ? "all are 0" : written(from, signed) + (signed ? " less likely" : "");
+  $("scale-high").textContent = none ? "" : (signed ? "more likely " : "") + written(to, signed);
 }
 
 function limitBelow(by) {

@@ -91,3 +91,27 @@ function passes(rollout, filters) {
   return within(rollout.reward, filters.lowestReward, filters.highestReward)
     && within(rollout.length, filters.shortest, filters.longest) && (!filters.ending || rollout.ending === filters.ending);
 }
+
+const CALL = /<tool_call>[\s\S]*?(?:<\/tool_call>|$)/g;
+
+// Cuts a rollout into parts {kind, from, to}, places of its tokens: "text", "call" and "output" of a tool.
+function partsOf(rollout) {
+  const parts = [], isTool = place => rollout.tokens[place] >= 2 ** 31, count = rollout.tokens.length;
+  const add = (kind, from, to) => { if (to > from) parts.push({kind, from, to}); };
+  for (let from = 0, to; from < count; from = to) {
+    for (to = from; to < count && isTool(to) === isTool(from);) to++;
+    if (isTool(from)) { add("output", from, to); continue; }
+    const starts = [0];
+    for (let place = from; place < to; place++) starts.push(starts.at(-1) + tokenText(rollout, place).length);
+    const text = Array.from({length: to - from}, (_, i) => tokenText(rollout, from + i)).join("");
+    let done = from;
+    for (const match of text.matchAll(CALL)) {
+      const first = starts.findLastIndex(start => start <= match.index);
+      const last = starts.findIndex(start => start >= match.index + match[0].length);
+      add("text", done, from + first);
+      add("call", from + first, done = from + last);
+    }
+    add("text", done, to);
+  }
+  return parts;
+}

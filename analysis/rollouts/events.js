@@ -32,6 +32,7 @@ addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("dialog")) return;
   const area = event.target.closest(".tokens");
   if (area) move(event, area);
+  if (event.key === "Enter" && event.target === $("search")) nextPrompt(0);
   if (event.key === "Escape" && event.target.closest("input, select")) event.target.blur();
   if (event.target.closest("input:not([type=radio]), select") || !KEYS[event.key]) return;
   event.preventDefault();
@@ -70,7 +71,7 @@ $("beside").addEventListener("change", event => {
 for (const input of document.getElementsByName("by")) input.addEventListener("change", () => colourBy(input.value));
 for (const [id, action] of Object.entries({
   earlier: () => nextStep(-1), later: () => nextStep(1), "previous-prompt": () => nextPrompt(-1), "next-prompt": () => nextPrompt(1),
-  reset: resetFilters, "show-keys": () => $("keys").showModal(), fold: () => fold(true), unfold: () => fold(false),
+  "show-all": resetFilters, "show-keys": () => $("keys").showModal(), fold: () => fold(true), unfold: () => fold(false),
 })) $(id).addEventListener("click", action);
 $("search").addEventListener("input", writeList);
 $("filters").addEventListener("input", filter);
@@ -88,4 +89,6 @@ addEventListener("hashchange", follow);
 dark.addEventListener("change", () => colourBy(chosen.by));
 new ResizeObserver(() => { for (const view of shownViews()) view.redraw(); }).observe($("groups"));
 $("filter-fold").open = innerWidth >= 900;
+chosen.place = firstPlace();
+$("too-old").hidden = "DecompressionStream" in window;
 follow();

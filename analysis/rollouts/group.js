@@ -1,43 +1,32 @@
 // One prompt group on the page: its head, its charts, its rollouts one above the other. Two of them stand side by side.
 "use strict";
-const CALL = /<tool_call>[\s\S]*?(?:<\/tool_call>|$)/g;
-
-// Cuts a rollout into parts {kind, from, to}, places of its tokens: "text", "call" and "output" of a tool.
-function partsOf(rollout) {
-  const parts = [], isTool = place => rollout.tokens[place] >= 2 ** 31, count = rollout.tokens.length;
-  const add = (kind, from, to) => { if (to > from) parts.push({kind, from, to}); };
-  for (let from = 0, to; from < count; from = to) {
-    for (to = from; to < count && isTool(to) === isTool(from);) to++;
-    if (isTool(from)) { add("output", from, to); continue; }
-    const starts = [0];
-    for (let place = from; place < to; place++) starts.push(starts.at(-1) + tokenText(rollout, place).length);
-    const text = Array.from({length: to - from}, (_, i) => tokenText(rollout, from + i)).join("");
-    let done = from;
-    for (const match of text.matchAll(CALL)) {
-      const first = starts.findLastIndex(start => start <= match.index);
-      const last = starts.findIndex(start => start >= match.index + match[0].length);
-      add("text", done, from + first);
-      add("call", from + first, done = from + last);
-    }
-    add("text", done, to);
-  }
-  return parts;
-}
-
 class GroupView {
   // onPoint(view, rollout, t, chosen) is called where a token is pointed at, or chosen; t counts own tokens from 0.
   constructor(section, onPoint) {
-    Object.assign(this, {section, onPoint, rollouts: [], charts: []});
+    Object.assign(this, {section, onPoint, rollouts: [], charts: [], waiting: [], frame: null});
     this.seen = new IntersectionObserver(entries => {
-      for (const entry of entries) if (entry.isIntersecting) this.fill(entry.target.rollout);
+      this.waiting.push(...entries.filter(entry => entry.isIntersecting).map(entry => entry.target.rollout));
+      this.fillNext();
     }, {rootMargin: "800px"});
+  }
+
+  // Fills the rollouts that came near the window, one a frame, so that scrolling does not wait for them.
+  fillNext() {
+    if (this.frame || !this.waiting.length) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = null;
+      const rollout = this.waiting.shift();
+      if (rollout) this.fill(rollout);
+      this.fillNext();
+    });
   }
 
   // look: {by, limit, extents, filters, folded}, the same for both sides.
   show(place, rollouts, look) {
     const group = page.groups[place];
-    Object.assign(this, {place, group, rollouts, look});
+    Object.assign(this, {place, group, rollouts, look, waiting: []});
     this.seen.disconnect();
+    this.perLine = Math.max(20, this.section.clientWidth / 8.5);
     rollouts.forEach((rollout, i) => rollout.colour = page.lines[i % page.lines.length]);
     this.figures = node("div", {className: "charts"});
     this.list = node("div", {className: "rollouts"}, ...rollouts.map(rollout => this.article(rollout)));
@@ -67,7 +56,8 @@ class GroupView {
     Object.assign(rollout, {area, spans: null});
     Object.assign(rollout.article, {rollout});
     area.rollout = rollout;
-    area.style.minHeight = `${1.7 * Math.ceil(rollout.tokens.length / 20)}em`; // until it is filled
+    const characters = rollout.tokens.reduce((sum, _, place) => sum + tokenText(rollout, place).length, 0);
+    area.style.minHeight = `${1.75 * Math.ceil(characters / this.perLine)}em`; // about its height, until it is filled
     return rollout.article;
   }
 

@@ -1,4 +1,4 @@
-// The page: what is chosen, the controls, the list of prompts, the keys, and the link to it all.
+// What is chosen, and how another prompt, step or run comes to be chosen.
 "use strict";
 const $ = id => document.getElementById(id);
 const SHOWN_PROMPTS = 300; // of the list; more are found by the search
@@ -7,6 +7,12 @@ const views = [0, 1].map(side => new GroupView($("group-view-" + side), pointed)
 let visit = 0, pending = null;
 
 // ---- choose
+
+// Returns the group to begin with: of the last step of the first run, the first in which rewards differ.
+function firstPlace() {
+  const {run} = page.groups[0], places = groupsOf(run, stepsOf(run).at(-1));
+  return places.find(place => new Set(page.groups[place].rewards).size > 1) ?? places[0];
+}
 
 // Shows the chosen group, and the one beside it; `marked`: then goes to the chosen token.
 async function show(marked = false) {
@@ -97,66 +103,4 @@ function colourBy(by) {
   for (const view of shownViews()) view.recolour(look);
   writeControls();
   link();
-}
-
-// ---- a token
-
-let marked = null; // the span with the mark
-
-function mark(span, kept = false) {
-  marked?.classList.remove("marked", "kept");
-  marked = span;
-  span?.classList.add("marked");
-  span?.classList.toggle("kept", kept);
-}
-
-// Shows a token under the pointer or, where it is chosen, for good; rollout null: goes back to the chosen one.
-function pointed(view, rollout, t, isChosen) {
-  if (isChosen) {
-    Object.assign(chosen, {side: views.indexOf(view), rollout: rollout.number, t});
-    link();
-  }
-  if (!rollout && chosen.t !== null) {
-    view = views[chosen.side];
-    [rollout, t] = [view.rollouts.find(one => one.number === chosen.rollout), chosen.t];
-  }
-  let span = null;
-  for (const one of shownViews()) span = one.point(rollout, rollout ? t : undefined, isChosen) ?? span;
-  mark(span, rollout?.number === chosen.rollout && t === chosen.t);
-  tell(rollout, t);
-  return span;
-}
-
-// Chooses a token by the number of its rollout, brings it into the window and gives it the focus.
-function goTo(side, number, t) {
-  const view = views[side], rollout = view.rollouts.find(one => one.number === number);
-  if (!rollout || !rollout.own.length) return;
-  const at = Math.min(Math.max(t ?? 0, 0), rollout.own.length - 1);
-  if (rollout.article.hidden) resetFilters();
-  const span = pointed(view, rollout, at, true);
-  rollout.area.focus({preventScroll: true});
-  span.scrollIntoView({block: "center"});
-}
-
-// Writes what is known of a token into the bar at the bottom.
-function tell(rollout, t) {
-  const facts = [["π", "probability", value => written(value)], ["w", "score norm", value => written(value)],
-    ["W", "energy", value => written(value)], ["B", "baseline", value => written(value)],
-    ["A", "advantage", value => written(value, true)], ["R", "return", value => written(value)]];
-  $("token-values").replaceChildren(...facts.map(([sign, name, write]) => {
-    const value = !rollout ? null : name === "return" ? rollout.reward : rollout[name]?.[t];
-    return node("div", {}, node("dt", {}, name, " ", node("i", {}, sign)), node("dd", {}, write(value)));
-  }));
-  const text = $("token-text");
-  text.textContent = rollout ? tokenText(rollout, rollout.own[t]) || "∅" : "";
-  text.hidden = !rollout;
-  $("token-place").textContent = rollout ? `own token ${t + 1} of ${rollout.length}, rollout ${rollout.number}`
-    : "Point at a token, or tap it.";
-  $("token").classList.toggle("empty", !rollout);
-  $("token-link").hidden = !rollout;
-  if (rollout) {
-    const side = views.findIndex(view => view.rollouts.includes(rollout));
-    $("token-link").href = "#" + address({side, rollout: rollout.number, t});
-    paint(text, (rollout[chosen.by] ?? [])[t], views[side].look.limit, chosen.by);
-  }
 }

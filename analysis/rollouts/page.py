@@ -13,13 +13,13 @@ from analysis.runs.token_colours import FULL_COLOURS
 from otb.errors import unwritable
 
 HERE = Path(__file__).parent
-SCRIPTS = ("data", "colours", "chart", "group", "page", "controls", "events")  # in the order in which they run
+SCRIPTS = ("data", "colours", "chart", "group", "page", "token", "controls", "events")  # in the order in which they run
 ENDINGS = {"end": "ended by itself", "length": "truncated", "turns": "cut by the turn limit"}
 KEYS = {
     "n p": "next, previous prompt",
     "[ ]": "previous, next step",
     "1 2 3 4 5": "colour by " + ", ".join(FULL_COLOURS),
-    "/": "search in the prompts",
+    "/ Enter": "search in the prompts, go to the first found",
     "Tab": "to the next rollout",
     "← →": "previous, next token of the rollout",
     "↑ ↓": "the same token of the rollout above, below",

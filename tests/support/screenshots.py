@@ -5,8 +5,9 @@ import tempfile
 from pathlib import Path
 
 from tests.support.browser import chromium
+from tests.support.rollout_runs import SETTLED
 
-WIDTHS = {1280: 900, 800: 1000, 390: 844}
+WIDTHS = {1280: 1080, 800: 1100, 390: 844}  # pixels: heights
 
 
 def screenshots(page: Path, folder: Path, fragment: str = "") -> None:
@@ -16,7 +17,7 @@ def screenshots(page: Path, folder: Path, fragment: str = "") -> None:
         for width, height in WIDTHS.items():
             for dark in (False, True):
                 browser.open(page.resolve(), fragment, width, height, dark)
-                browser.wait("return document.querySelector('.t') !== null")
+                browser.wait(SETTLED)
                 browser.window.save_screenshot(str(folder / f"{width}-{'dark' if dark else 'light'}.png"))
         for complaint in browser.complaints():
             print(complaint)
