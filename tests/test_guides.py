@@ -4,12 +4,11 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from tests.support.guides import apply, copy_of_repository, read_guide
+from tests.support.library_server import LibraryServer
 
 # Runs one command line after another in one process, so that torch and TRL are imported once.
 DRIVER = """
@@ -40,15 +39,15 @@ FEW_WARM_STEPS = ["model.warm_start.steps=2", "model.warm_start.careful_steps=1"
 class Copy:
     """A copy of the repository into which a guide was typed."""
 
-    def __init__(self, folder, cache):
-        self.folder, self.runs = folder, folder / "guide_runs"
+    def __init__(self, folder, cache, libraries):
+        self.folder, self.runs, self.libraries = folder, folder / "guide_runs", libraries
         self.environment = os.environ | {"PYTHONPATH": str(folder), "OTB_CACHE": str(cache)}
 
     def python(self, *arguments) -> str:
         """Runs Python in the copy -> what it printed."""
-        command = [sys.executable, *map(str, arguments)]
-        done = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        command = list(map(str, arguments))
+        done = self.libraries.run(command, self.folder, self.environment)
+        assert done.returncode == 0, f"python {shlex.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
     def follow(self, commands, changes) -> None:
@@ -59,6 +58,9 @@ class Copy:
             if arguments[0] == "experiments/run.py":
                 in_this_process = ["hydra/launcher=basic"] if "-m" in arguments else []
                 runs.append([*arguments[1:], *changes(arguments[1:]), *in_this_process, f"runs_dir={self.runs}"])
+            elif ">" in arguments:
+                *typed, _, file = arguments
+                (self.folder / file).write_text(self.python(*typed))
             elif arguments[:2] == ["-m", "pytest"]:
                 assert " passed" in self.python(*arguments, "-n", "0", "-p", "no:cacheprovider")
         self.python("-c", DRIVER, json.dumps(runs))
@@ -69,15 +71,23 @@ class Copy:
         return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """Runs Python with the libraries imported once for all guides."""
+    server = LibraryServer(tmp_path_factory.mktemp("libraries"))
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def typed(tmp_path):
+def typed(tmp_path, libraries):
     """Gives a function: the name of a guide -> the guide and a copy of the repository with its files."""
 
     def type_in(name):
         guide = read_guide(name)
         folder = copy_of_repository(tmp_path / name)
         apply(guide.edits, folder)
-        return guide, Copy(folder, tmp_path / "cache")
+        return guide, Copy(folder, tmp_path / "cache", libraries)
 
     return type_in
 
@@ -132,7 +142,6 @@ for task in (Reversal(), ReversalTools()):
 def test_guide_to_metrics_gives_a_metric_in_the_records_the_table_and_a_figure(typed, policy):
     guide, copy = typed("add_a_metric")
     assert guide.commands[0] == "python -m otb.records > docs/metrics.md"
-    (copy.folder / "docs" / "metrics.md").write_text(copy.python("-m", "otb.records"))
     copy.follow(guide.commands, lambda overrides: [*SMALL, *FEW_PROMPTS, f"model.name={policy}"])
     ((row,),) = copy.rows("*/*")
     assert 0 <= row["solved_groups"] <= 1
