@@ -30,7 +30,7 @@ class LibraryServer:
         self.process = subprocess.Popen([sys.executable, str(FILE)], env=environment, text=True, **pipes)
 
     def run(self, arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess:
-        """`python ARGUMENTS` in a folder -> its exit status (of wait) and what it printed."""
+        """`python ARGUMENTS` in a folder -> its exit status and what it printed."""
         files = [self.folder / name for name in ("stdout", "stderr")]
         job = [arguments, str(folder), environment, [str(file) for file in files]]
         self.process.stdin.write(json.dumps(job) + "\n")
@@ -49,7 +49,7 @@ def serve() -> None:
     for line in iter(sys.stdin.readline, ""):
         arguments, folder, environment, files = json.loads(line)
         if pid := os.fork():
-            print(os.waitpid(pid, 0)[1], flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
             continue
         for descriptor, file in enumerate([os.devnull, *files]):
             os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC), descriptor)
