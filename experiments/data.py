@@ -22,10 +22,14 @@ T = TypeVar("T")
 
 
 class Rows(NamedTuple):
-    """Training rows, and the sets that the run is evaluated on: first the task's own, then `evaluation.tasks`."""
+    """Training rows, and the sets that the run is evaluated on: first the task's own, then `evaluation.tasks`.
+
+    notes: what a user should know of them.
+    """
 
     train: Dataset
     held_out: list[HeldOut]
+    notes: list[str]
 
 
 def told_by_the_first(work: Callable[[], T]) -> T:
@@ -64,7 +68,24 @@ def load_rows(cfg: DictConfig, task: Task) -> Rows:
             f"{task.name}. Try prompts_per_step={len(train)}."
         )
     own = HeldOut(own_name(task), list(evaluation), task.reward)
-    return Rows(train, [own, *held_out_rows(cfg, held_out_tasks(cfg))])
+    held_out = [own, *held_out_rows(cfg, held_out_tasks(cfg))]
+    shared = [shared_prompts(train, one) for one in held_out]
+    if shared[0] and not hasattr(task, "sources"):  # made in code, where it can be put right
+        raise RunError(f"{shared[0]} No prompt may be in both: change train_dataset or eval_dataset of the task.")
+    return Rows(train, held_out, [note for note in shared if note])
+
+
+def shared_prompts(train: Dataset, held_out: HeldOut) -> str:
+    """Returns a sentence on the held-out prompts that are training prompts too; "" where there are none."""
+    prompts = {json.dumps(row["prompt"]): row["prompt"][-1]["content"] for row in held_out.rows}
+    found = prompts.keys() & {json.dumps(prompt) for prompt in train["prompt"]}
+    if not found:
+        return ""
+    first = next(text for prompt, text in prompts.items() if prompt in found)
+    return (
+        f"{len(found)} of the {len(prompts)} held-out prompts of {held_out.name} are training prompts too; the first "
+        f"is {json.dumps(first, ensure_ascii=False)[:200]}."
+    )
 
 
 def provenance(cfg: DictConfig, task: Task, rows: Rows) -> dict:

@@ -9,6 +9,8 @@ import typing
 from functools import cache
 from pathlib import Path
 
+PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)} | {"None": type(None)}
+
 
 def literal_choices(function, argument: str) -> tuple[str, ...]:
     """Returns the values of an argument annotated as typing.Literal; () for any other annotation."""
@@ -18,6 +20,13 @@ def literal_choices(function, argument: str) -> tuple[str, ...]:
             return ()
         annotation = eval(annotation, {"Literal": typing.Literal})  # an annotation of the imported module
     return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+
+
+def plain_types(function, argument: str) -> tuple[type, ...]:
+    """Returns the types of an argument annotated as bool, int, float or str, also `float | None`; () for any other."""
+    annotation = inspect.formatannotation(inspect.signature(function).parameters[argument].annotation)
+    names = annotation.strip("'").split(" | ")  # in quotes: from __future__ import annotations
+    return tuple(PLAIN[name] for name in names) if all(name in PLAIN for name in names) and names != ["None"] else ()
 
 
 @cache

@@ -95,14 +95,19 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
     tensor_parallel, share = node.tensor_parallel, node.memory_share
     if type(tensor_parallel) is not int or tensor_parallel < 1 or processes % tensor_parallel:
         raise RunError(
-            f"rollouts_by.tensor_parallel={tensor_parallel} must be a whole number that divides the {processes} "
-            "processes of the run. Try rollouts_by.tensor_parallel=1."
+            f"rollouts_by.tensor_parallel={tensor_parallel} must be a whole number that divides the "
+            f"{counted(processes)} of the run. Try rollouts_by.tensor_parallel=1."
         )
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
         raise RunError(
             f"rollouts_by.memory_share={share} must lie between 0 and 1: a GPU's memory is shared with the training. "
             "Try rollouts_by.memory_share=null for what the trainer leaves."
         )
+
+
+def counted(processes: int) -> str:
+    """Returns "1 process" or "8 processes", for a message."""
+    return f"{processes} process" + ("" if processes == 1 else "es")
 
 
 def visible_gpus() -> list[str]:

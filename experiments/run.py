@@ -24,7 +24,7 @@ from experiments.build import opened_sandbox
 from experiments.checks import check
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
 from experiments.environment import number_of_processes
-from experiments.hardware import check_gpus, check_this_machine, start_processes, starts_processes
+from experiments.hardware import check_gpus, check_this_machine, counted, start_processes, starts_processes
 from experiments.identity import difference, run_path, short_name
 from experiments.run_lock import RunLock, restarts
 from experiments.sweeps.jobs import JobFile, sweep_arguments
@@ -167,7 +167,7 @@ def refuse_other_processes(directory: RunDirectory, cfg: DictConfig, processes: 
     written_by = number_of_processes(directory) or processes
     if (written_by, sharding) != (processes, cfg.parallel.name):
         raise RunError(
-            f"{directory.path} is at step {step} with {written_by} processes and parallel={sharding}, and would go on "
+            f"{directory.path} is at step {step} with {counted(written_by)} and parallel={sharding}, and would go on "
             f"with {processes} and parallel={cfg.parallel.name}. A run keeps its processes, and how they share the "
             f"policy. Use gpus={written_by} parallel={sharding} (on SLURM as many tasks), or overwrite=true."
         )

@@ -71,6 +71,7 @@ def train(
     resume_step = step_to_resume(directory)
     progress.note(emulated_bfloat16(cfg.model.dtype, arguments.use_cpu))
     if arguments.process_index == 0:
+        progress.note("\n".join(inputs.rows.notes))
         trackers.prepare(arguments.report_to, directory)
         note_start(cfg, directory, command, inputs, folder)
         moved = clear_after(directory, resume_step)

@@ -39,7 +39,7 @@ def main(cfg: DictConfig) -> None:
         step = check(cfg)
         output, asked = Path(str(cfg.output)).expanduser(), recipe(cfg)
         if is_there(output, asked):
-            print(f"{output}: made already by the same recipe, nothing to do.")
+            print(f"{output}: made already with the same settings, nothing to do.")
             return
         from experiments.warm_starting import warm_start  # torch, transformers and trl: seconds, so only now
 

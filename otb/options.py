@@ -40,9 +40,10 @@ def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool) -> No
     """Raises ValueError for options that do not fit the baseline. args: a GRPOConfig, or what has its attributes."""
     name, group_size = baselines.name_of(baseline), args.num_generations
     if group_size < (smallest := baselines.min_group_size_of(baseline)):
+        other = ", or use a baseline that works with one rollout (none, otb, energy_probe)" if group_size == 1 else ""
         raise ValueError(
             f"num_generations={group_size}: baseline {name} compares rollouts of one prompt and needs at least "
-            f"{smallest}. Raise it, or use a baseline that works with one rollout (none, otb, energy_probe)."
+            f"{smallest}. Try num_generations={smallest}{other}."
         )
     if args.multi_objective_aggregation != "sum_then_normalize":
         raise ValueError(

@@ -6,11 +6,19 @@ reading them would be another error.
 
 import importlib.util
 import json
+import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
+from experiments.checks.target import check_target
+from experiments.hardware import counted
+from otb.baselines import declare
+from otb.baselines.otb import otb
+from otb.options import refuse_options
 from tests.support import commands
 
 REFUSED = 2
@@ -31,8 +39,8 @@ SETTINGS = {
     "+evaluation.evry=5": ("evaluation.evry", "no key of evaluation", "Did you mean every?"),
     "steps=[1": ("steps=[1", "cannot be read as KEY=VALUE", "Quote"),
     "--steps 10": ("--steps", "written without dashes", "Try steps=VALUE"),
-    "group_size=0": ("group_size=0", "whole number >= 1", "Try group_size=1"),
-    "group_size=2.5": ("group_size=2.5", "whole number >= 1", "Try group_size=1"),
+    "group_size=0": ("group_size=0", "whole number >= 1", "Try group_size=4"),
+    "group_size=2.5": ("group_size=2.5", "whole number >= 1", "Try group_size=4"),
     "baseline=rloo group_size=1": (
         "group_size=1",
         "needs at least 2",
@@ -93,6 +101,9 @@ SETTINGS = {
         "Try ",
     ),
     "baseline=trajectory_cv trainer.top_k=5": ("top_k=5", "not the distribution sampled from", "Use top_k=0"),
+    "baseline=energy_probe baseline.decay=abc": ("decay=abc", "must be a number", "Try baseline.decay=0.9"),
+    "baseline=otb +baseline.eps=null": ("baseline.eps=null", "must be a number", "Try baseline.eps=1e-08"),
+    "baseline=value baseline.epochs=2.5": ("epochs=2.5", "a whole number", "Try baseline.epochs=10"),
     "baseline=value baseline.epochs=0": ("baseline.epochs=0", "whole number >= 1", "Try baseline.epochs=10"),
     "baseline=damped_probe group_size=1": ("group_size=1", "needs at least 2", "works with one rollout"),
     "baseline=otb_loo baseline.tail=own": ("baseline.tail=own", "is not one of carry, zero", ""),
@@ -102,6 +113,8 @@ SETTINGS = {
     "baseline._target_=no.such.thing": ("no.such.thing", "cannot be imported", "No module named"),
     "task.train_prompt=8": ("task.train_prompt", "no argument of", "Did you mean train_prompts?"),
     "task.train_prompts=0": ("task.train_prompts=0", "outside 1..", "Try task.train_prompts=128"),
+    "task.train_prompts=many": ("train_prompts=many", "a whole number", "Try task.train_prompts=2048"),
+    "task=gsm8k task.revision=12": ("task.revision=12", "must be text or null", "Try 'task.revision=\"12\"'"),
     "task=gsm8k task.path=null": ("path=null", "no hub id", "Try task.path=FOLDER"),
     "model.dtype=float16": ("model.dtype=float16", "is not one of float32, bfloat16", "Try model.dtype=float32"),
     "model.lora.rank=4": ("model.lora.rank", "no field of peft.LoraConfig", "The usual ones: r, "),
@@ -161,6 +174,34 @@ def test_the_command_as_typed_refuses_before_it_imports_anything_heavy(given, tm
     done = commands.run_light([*arguments, f"runs_dir={tmp_path}"], **environment)
     assert_refused(done.returncode, done.stderr, SETTINGS[given])
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("value", [1, 0.5, 1e-8])
+def test_a_number_of_any_kind_is_taken_where_a_float_is_annotated(value):
+    node = OmegaConf.create({"_target_": "otb.baselines.otb.otb", "_partial_": True, "eps": value})
+    assert check_target("baseline", node) is otb
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (2, "needs at least 3. Try num_generations=3."),
+        (1, "needs at least 3. Try num_generations=3, or use a baseline that works with one rollout (none, otb, "),
+    ],
+)
+def test_a_group_that_is_too_small_is_told_the_smallest_that_works(given, fix):
+    with pytest.raises(ValueError, match=re.escape(f"num_generations={given}: baseline of_three compares")) as refused:
+        refuse_options(SimpleNamespace(num_generations=given), of_three, needs_score_norms=False)
+    assert fix in str(refused.value)
+
+
+@declare(min_group_size=3)
+def of_three(rollouts):
+    """Stands for a baseline; nothing calls it."""
+
+
+def test_one_process_is_counted_in_the_singular():
+    assert [counted(number) for number in (1, 2)] == ["1 process", "2 processes"]
 
 
 # ---- data and models

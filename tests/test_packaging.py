@@ -5,6 +5,7 @@ import re
 import runpy
 import tomllib
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -167,3 +168,10 @@ def test_analysis_without_its_extra_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else True)
     with pytest.raises(ModuleNotFoundError, match=r"analysis needs matplotlib, .* `pip install 'otb\[analysis\]'`"):
         runpy.run_path(str(ROOT / "analysis" / "__init__.py"))
+
+
+def test_page_of_the_tests_names_every_file():
+    patterns = re.findall(r"`(test_[a-z0-9_*]+)`", (ROOT / "docs" / "tests.md").read_text(encoding="utf8"))
+    files = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
+    assert {name for name in files if not any(fnmatch(name, pattern) for pattern in patterns)} == set()
+    assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in files)] == []

@@ -10,8 +10,6 @@ Called by experiments/run.py, experiments/variance.py, and for every run of a sw
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import os
 from types import SimpleNamespace
@@ -20,10 +18,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from experiments.build import build
 from experiments.checks.model import check_model
+from experiments.checks.target import check_target
 from experiments.checks.trainer import check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
-from experiments.command_line import near_miss
-from experiments.fields import literal_choices
 from experiments.hardware import check_gpus, check_processes, check_this_machine
 from experiments.held_out import check_held_out
 from experiments.planning.fit import check_card
@@ -83,7 +80,7 @@ def check_policy_and_task(cfg: DictConfig) -> None:
 
 def check_model_and_task(cfg: DictConfig) -> None:
     """Checks the keys of these two groups. Raises RunError."""
-    _check_target("task", cfg.task)
+    check_target("task", cfg.task)
     build(cfg, "task")  # its constructor may refuse a value
     check_model(cfg)
 
@@ -92,12 +89,12 @@ def _check_sandbox(cfg: DictConfig) -> None:
     for key in cfg.sandbox:
         if OmegaConf.is_missing(cfg.sandbox, key):
             raise RunError(f"sandbox.{key} is not set, and this sandbox needs it. Try sandbox.{key}=VALUE.")
-    _check_target("sandbox", cfg.sandbox)
+    check_target("sandbox", cfg.sandbox)
     build(cfg, "sandbox")
 
 
 def _check_baseline(cfg: DictConfig) -> None:
-    baseline = _check_target("baseline", cfg.baseline)
+    baseline = check_target("baseline", cfg.baseline)
     options = NEUTRAL_SAMPLING | {
         "num_generations": cfg.group_size,
         "multi_objective_aggregation": "sum_then_normalize",
@@ -118,33 +115,6 @@ def _check_baseline(cfg: DictConfig) -> None:
         refuse_options(SimpleNamespace(**(options | dict(cfg.trainer))), baseline, needs_scores)
     except ValueError as error:
         raise RunError(str(error).replace("num_generations=", "group_size=")) from error
-
-
-def _check_target(group: str, node: DictConfig):
-    """Returns the function or class that `node` names. Raises RunError for arguments, or values, that it does not take.
-
-    Values are checked where the argument is annotated as Literal; its constructor may refuse others.
-    """
-    name = str(node.get("_target_"))
-    try:
-        module, _, attribute = name.rpartition(".")
-        target = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever importing a user's module raises
-        raise RunError(f"{group}._target_={name} cannot be imported: {error}") from error
-    parameters = inspect.signature(target).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return target
-    arguments = [argument for argument in parameters if argument != "rollouts"]
-    for key, value in node.items():
-        if key.startswith("_"):
-            continue
-        if key not in arguments:
-            has = f"Its arguments: {', '.join(arguments)}." if arguments else "It takes none."
-            raise RunError(f"{group}.{key} is no argument of {name}.{near_miss(key, arguments)} {has}")
-        choices = literal_choices(target, key)
-        if choices and value not in choices:
-            raise RunError(f"{group}.{key}={value} is not one of {', '.join(choices)}.{near_miss(value, choices)}")
-    return target
 
 
 def _check_band(cfg: DictConfig) -> None:

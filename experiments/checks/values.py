@@ -8,13 +8,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from otb.errors import RunError
 
+USUAL = {"group_size": 4}  # keys whose smallest value suits few configurations: most baselines compare rollouts
+
 
 def check_whole_numbers(cfg: DictConfig, smallest: dict[str, int]) -> None:
     """Raises RunError unless each key is a whole number of at least its value in `smallest`."""
     for key, least in smallest.items():
         value = OmegaConf.select(cfg, key)
         if type(value) is not int or value < least:
-            raise RunError(f"{key}={value} must be a whole number >= {least}. Try {key}={max(least, 1)}.")
+            example = USUAL.get(key, max(least, 1))
+            raise RunError(f"{key}={value} must be a whole number >= {least}. Try {key}={example}.")
 
 
 def check_true_or_false(cfg: DictConfig, key: str) -> None:

@@ -29,6 +29,7 @@ class Guide(NamedTuple):
     edits: list[Edit]
     commands: list[str]  # each begins with `python `
     script: str | None  # Python of the section "In the analysis"
+    text: str  # with single spaces between words
 
 
 def read_guide(name: str) -> Guide:
@@ -39,6 +40,7 @@ def read_guide(name: str) -> Guide:
         edits=[Edit(**found.groupdict()) for found in EDIT.finditer(text)],
         commands=[command.split("  #")[0].strip() for command in COMMAND.findall(text)],
         script=script and script[1],
+        text=" ".join(text.split()),
     )
 
 

@@ -1,0 +1,71 @@
+"""Checks of what a group names by `_target_`, and of the arguments it is given. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from omegaconf import DictConfig
+
+from experiments.command_line import near_miss
+from experiments.fields import literal_choices, plain_types
+from otb.errors import RunError
+
+# type: what a value must be, and one to try
+PLAIN = {
+    bool: ("true or false", "false"),
+    int: ("a whole number", "8"),
+    float: ("a number", "0.1"),
+    str: ("text", "TEXT"),
+    type(None): ("null", "null"),
+}
+
+
+def check_target(group: str, node: DictConfig):
+    """Returns the function or class that `node` names. Raises RunError for arguments, or values, that it does not take.
+
+    Values are checked where the argument is annotated as Literal or with a plain type; its constructor may refuse
+    others, such as numbers out of range.
+    """
+    name = str(node.get("_target_"))
+    try:
+        module, _, attribute = name.rpartition(".")
+        target = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever importing a user's module raises
+        raise RunError(f"{group}._target_={name} cannot be imported: {error}") from error
+    parameters = inspect.signature(target).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return target
+    arguments = [argument for argument in parameters if argument != "rollouts"]
+    for key, value in node.items():
+        if key.startswith("_"):
+            continue
+        if key not in arguments:
+            has = f"Its arguments: {', '.join(arguments)}." if arguments else "It takes none."
+            raise RunError(f"{group}.{key} is no argument of {name}.{near_miss(key, arguments)} {has}")
+        choices = literal_choices(target, key)
+        if choices and value not in choices:
+            raise RunError(f"{group}.{key}={value} is not one of {', '.join(choices)}.{near_miss(value, choices)}")
+        _check_type(f"{group}.{key}", value, plain_types(target, key), parameters[key].default)
+    return target
+
+
+def _check_type(key: str, value: Any, types: tuple[type, ...], default: Any) -> None:
+    """Raises RunError unless the value is of one of the types; an int is a float too, and a bool is no int.
+
+    types: () for any value. default: the argument's, to be tried.
+    """
+    accepted = {*types, int} if float in types else {*types}
+    if not types or type(value) in accepted:
+        return
+    rule = " or ".join(PLAIN[kind][0] for kind in types)
+    fix = f"{key}={_typed(default if type(default) in types and default is not None else PLAIN[types[0]][1])}"
+    if types[0] is str:
+        fix = f"'{key}=\"{value if isinstance(value, int | float) else 'TEXT'}\"'"
+    raise RunError(f"{key}={_typed(value)} must be {rule}. Try {fix}.")
+
+
+def _typed(value: Any) -> str:
+    """Returns a value as it is typed on the command line."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
