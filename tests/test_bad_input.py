@@ -223,7 +223,7 @@ def dataset(tmp_path):
     def write(rows: list[dict]) -> list[str]:
         folder = tmp_path / "data"
         folder.mkdir()
-        for split_name, content in (("train", rows), ("test", [{"question": "1 + 1?", "answer": "#### 2"}])):
+        for split_name, content in (("train", rows), ("test", [{"question": "7 + 7?", "answer": "#### 14"}])):
             (folder / f"{split_name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
         return ["task=gsm8k", f"task.path={folder}", "task.max_completion_length=8", "prompts_per_step=2"]
 
