@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
+
+from experiments.warning_signal import WARNING_VARIABLE
 
 LINES_PER_RUN = 8
 
@@ -32,6 +36,7 @@ class Progress:
         self.steps, self.name, self.quiet, self.clock = steps, name, quiet, clock
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         self.accuracy: float | None = None
+        self.warning = float(os.environ.get(WARNING_VARIABLE) or math.inf)
         self.first_report: tuple[str, int, float] | None = None  # description, step, time
         columns = (
             TextColumn("{task.description}"),
@@ -66,6 +71,13 @@ class Progress:
             facts += f"  held-out {self.accuracy:.2f}"
         facts += f"  tokens {row['own_tokens_total']:,.0f}"
         self._advance("training", row["step"], self.steps, facts)
+        if row.get("seconds_step", 0.0) > self.warning:
+            self.note(
+                f"step {row['step']} took {row['seconds_step']:.0f} s, longer than the {self.warning:.0f} s between "
+                "SLURM's warning and the time limit: a limit would cost all since the last checkpoint. Try a larger "
+                "hydra.launcher.signal_delay_s, or a smaller checkpoint_every."
+            )
+            self.warning = math.inf  # said once
 
     def evaluation(self, row: dict) -> None:
         """Prints the measures of a held-out set: a row of evaluations.jsonl, or with `task` that of a further set."""

@@ -96,7 +96,8 @@ def build_trainer(
 ) -> RunTrainer:
     """Loads the weights from `folder` and puts everything together. Raises RunError where they cannot be loaded."""
     set_seed(cfg.seed)  # LoRA's initial weights
-    model = load_model(sampled_source(cfg, folder), cfg.model.revision, weights_dtype(cfg))
+    source, attention = sampled_source(cfg, folder), cfg.model.get("attn_implementation")
+    model = load_model(source, cfg.model.revision, weights_dtype(cfg), attention)
     try:
         trainer = _trainer(cfg, model, inputs, arguments, directory, lock, progress)
     except (ImportError, ValueError, ConnectionError) as error:  # what TRL and vLLM refuse

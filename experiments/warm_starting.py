@@ -44,7 +44,7 @@ def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict, recor
         progress.note(emulated_bfloat16(cfg.model.dtype, on_cpu))
         folder = weights_folder(cfg, task, progress.warm_start)
         set_seed(cfg.seed)  # LoRA's initial weights
-        model = load_model(folder, cfg.model.revision, weights_dtype(cfg))
+        model = load_model(folder, cfg.model.revision, weights_dtype(cfg), cfg.model.get("attn_implementation"))
         bf16 = cfg.model.dtype == "bfloat16"
         how = Supervision(steps, step.forward, step.accumulation, cfg.learning_rate, cfg.seed, bf16, on_cpu)
         model, losses = supervised(model, tokenizer, chats, how, lora, progress.warm_start)

@@ -10,6 +10,7 @@ import signal
 import threading
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+WARNING_VARIABLE = "OTB_WARNING_SECONDS"  # what a SLURM job tells its run: from the warning to the time limit
 _received = threading.Event()
 
 

@@ -152,6 +152,7 @@ ADDED_LATER = {
     "evaluation.max_rows": None,
     "evaluation.tasks": None,
     "geometric_ratio_band": None,
+    "model.attn_implementation": None,
     "model.chat_template": None,
     "model.gguf_file": None,
     "rollouts_by.name": "hf",

@@ -38,6 +38,11 @@ SETTINGS = {
     "evaluation.evry=5": ("evaluation.evry", "no key of evaluation", "Did you mean every?"),
     "+evaluation.evry=5": ("evaluation.evry", "no key of evaluation", "Did you mean every?"),
     "steps=[1": ("steps=[1", "cannot be read as KEY=VALUE", "Quote"),
+    "model.attn_implementation=flash_attention_2": (
+        "attn_implementation=flash_attention_2",
+        "needs the package flash-attn",
+        "use model.attn_implementation=sdpa",
+    ),
     "--steps 10": ("--steps", "written without dashes", "Try steps=VALUE"),
     "group_size=0": ("group_size=0", "whole number >= 1", "Try group_size=4"),
     "group_size=2.5": ("group_size=2.5", "whole number >= 1", "Try group_size=4"),

@@ -4,7 +4,7 @@ import hashlib
 
 from huggingface_hub import constants
 
-from otb.policies.models import model_facts
+from otb.policies.models import load_model, model_facts
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -26,3 +26,8 @@ def test_folder_is_recorded_with_hashes_of_its_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     digest = hashlib.sha256(b"weights").hexdigest()
     assert model_facts(str(tmp_path), None) == {"model": str(tmp_path), "model_sha256": {"model.safetensors": digest}}
+
+
+def test_policy_is_loaded_with_the_attention_that_was_asked_for(policy):
+    assert load_model(str(policy), None, "float32", "eager").config._attn_implementation == "eager"
+    assert load_model(str(policy), None, "float32").config._attn_implementation == "sdpa"  # transformers' own choice

@@ -140,3 +140,13 @@ def test_further_evaluation_sets_are_named_and_leave_the_held_out_accuracy_alone
         "step 0: no sample scored (avg@4 on 40 prompts)",
     ]
     assert progress.accuracy == 0.25
+
+
+def test_a_step_longer_than_the_warning_of_slurm_is_said_once(monkeypatch, capsys):
+    monkeypatch.setenv("OTB_WARNING_SECONDS", "180")
+    with Progress(3, quiet=False) as progress:
+        for step, seconds in enumerate((170.0, 400.0, 500.0), start=1):
+            progress.step(row(step) | {"seconds_step": seconds})
+    printed = capsys.readouterr().out
+    assert printed.count("hydra.launcher.signal_delay_s") == 1
+    assert "step 2 took 400 s, longer than the 180 s between SLURM's warning and the time limit" in printed

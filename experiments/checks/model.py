@@ -31,6 +31,11 @@ def check_model(cfg: DictConfig) -> None:
         raise RunError(f"model.name={name} is no folder and no hub id (OWNER/NAME).{near_miss(name, known)}")
     _check_tiny(cfg)
     _check_gguf(cfg)
+    if cfg.model.get("attn_implementation") == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise RunError(
+            "model.attn_implementation=flash_attention_2 needs the package flash-attn. Run: pip install flash-attn "
+            "--no-build-isolation, or use model.attn_implementation=sdpa."
+        )
     recipe = dataclass_fields("otb.policies.warm_start", "WarmStart")
     for key in cfg.model.get("warm_start") or {}:
         if key not in recipe:

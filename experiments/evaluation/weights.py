@@ -34,7 +34,8 @@ class Policies:
         base, adapter = self._place(cfg, task, checkpoint)
         if (source := adapter or base) == self.source:
             return False
-        model = load_model(sampled_source(cfg, base), cfg.model.revision, cfg.model.dtype)
+        source, attention = sampled_source(cfg, base), cfg.model.get("attn_implementation")
+        model = load_model(source, cfg.model.revision, cfg.model.dtype, attention)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
         if self.model is None:

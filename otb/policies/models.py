@@ -147,10 +147,17 @@ def policy_folder(
         raise unwritable(default_cache_dir(), error) from error
 
 
-def load_model(folder: str, revision: str | None, dtype: str) -> PreTrainedModel:
-    """Loads the policy's weights. dtype: "float32" or "bfloat16". Raises RunError where they cannot be loaded."""
+def load_model(
+    folder: str, revision: str | None, dtype: str, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """Loads the policy's weights. Raises RunError where they cannot be loaded.
+
+    dtype: "float32" or "bfloat16". attn_implementation: of transformers, such as "sdpa" or "flash_attention_2"; None for
+    its own choice.
+    """
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, revision=revision, dtype=getattr(torch, dtype))
+        return AutoModelForCausalLM.from_pretrained(folder, revision=revision, dtype=getattr(torch, dtype), **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(folder, revision, error) from error
 
