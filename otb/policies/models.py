@@ -152,7 +152,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads the policy's weights. Raises RunError where they cannot be loaded.
 
-    dtype: "float32" or "bfloat16". attn_implementation: of transformers, such as "sdpa" or "flash_attention_2"; None for
+    dtype: "float32" or "bfloat16". attn_implementation: of transformers, e.g. "sdpa", "flash_attention_2"; None for
     its own choice.
     """
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
