@@ -122,7 +122,7 @@ def draw_arm(
         The mean and its interval: x, estimate, low, high, seeds.
     """
     for name, place, values, diverged in runs:
-        (line,) = axes.plot(place, values, **style, lw=0.6, alpha=0.35)
+        (line,) = axes.plot(place, values, **style, lw=0.7, alpha=0.6)
         line.set_gid(f"run:{name}")
         if diverged:
             axes.plot(place[-1:], values[-1:], "x", color=style["color"], ms=6)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import base64
 import html
 import os
+import re
 from pathlib import Path
 
 import jinja2
 import numpy as np
 import pandas as pd
 
+from analysis.report.overview import lead, main_drawn, overview, verdict_rows
 from analysis.report.parts import Drawn, Part
 from analysis.runs.load import Runs
 from analysis.runs.marks import setting_differences
 from analysis.runs.samples import own_tokens, read_group
 from analysis.runs.token_colours import background, largest
+from analysis.style import COLUMN
 from otb.errors import RunError
 
+HERE = Path(__file__).parent
+LONG_TEXT = 40  # characters of a cell that gets room for whole sentences
 RUNS_WITH_SAMPLES = 100  # a page of every group of 1,000 runs would not open
 ROLLOUTS_SHOWN = 4
 RUN_COLUMNS = ["run", "arm", "group_size", "seed", "outcome", "last_step", "commit", "device", "left_out", "marks"]
@@ -26,16 +31,23 @@ RUN_COLUMNS = ["run", "arm", "group_size", "seed", "outcome", "last_step", "comm
 def write_pages(loaded: Runs, parts: list[Part], out: Path) -> Path:
     """Writes report.html, report.md and returns the path of the first."""
     out.mkdir(parents=True, exist_ok=True)
-    template = jinja2.Template(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf8"))
+    template = jinja2.Template((HERE / "page.html.jinja").read_text(encoding="utf8"))
     page = template.render(
         title=f"Report on {loaded.folder.resolve().name}",
+        style=(HERE / "page.css").read_text(encoding="utf8"),
+        script=(HERE / "page.js").read_text(encoding="utf8"),
         loaded=loaded,
+        lead=lead(loaded),
+        overview=overview(loaded, parts),
+        verdicts=verdict_rows(parts),
+        main=main_drawn(loaded, parts),
         parts=parts,
         differences=setting_differences(loaded.runs) if len(parts) > 1 else {},
         runs=[run_entry(loaded, row, place) for place, row in enumerate(loaded.runs.to_dict("records"))],
         run_table=html_table(loaded.runs.reindex(columns=RUN_COLUMNS), link="run"),
         table=html_table,
         picture=picture,
+        is_wide=is_wide,
         relative=lambda path: os.path.relpath(path, out),
     )
     (out / "report.html").write_text(page, encoding="utf8")
@@ -56,7 +68,7 @@ def cell_text(value) -> str:
 
 def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
     """Returns a sortable table; data-sort keeps the full number. link: a column whose cells open that run."""
-    head = "".join(f"<th>{html.escape(str(name))}</th>" for name in rows.columns)
+    head = "".join(f"<th><button>{html.escape(str(name))}</button></th>" for name in rows.columns)
     body = []
     for row in rows.itertuples(index=False):
         cells = []
@@ -66,6 +78,8 @@ def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
             text = html.escape(cell_text(value))
             if name == link:
                 text = f'<a href="#" data-open="{html.escape(str(value))}">{text}</a>'
+            elif len(text) > LONG_TEXT:
+                sort = ' class="long"'
             if name == "verdict":
                 sort = f' class="{text.replace(" ", "-")}"'
             cells.append(f"<td{sort}>{text}</td>")
@@ -79,6 +93,12 @@ def picture(drawn: Drawn) -> str:
         return drawn.svg
     png = next(file for file in drawn.files if file.suffix == ".png")
     return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}">'
+
+
+def is_wide(drawn: Drawn) -> bool:
+    """Tells whether a figure has the width of a paper's page, and so takes the page's whole column."""
+    width = re.search(r'width="([\d.]+)pt"', drawn.svg[:500])
+    return not width or float(width[1]) > 72 * COLUMN + 1
 
 
 def run_entry(loaded: Runs, run: dict, place: int) -> dict:

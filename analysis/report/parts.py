@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from analysis.group_size import by_seed, final_accuracy
 from analysis.intervals import bootstrap, difference, improvement, iqm
 from analysis.report.claims import findings_table, verdicts
 from analysis.report.comparisons import Claims
-from analysis.report.figures import Figure, all_figures
+from analysis.report.figures import Figure, all_figures, main_figure
 from analysis.runs.load import Runs
 from analysis.stability import stability_table
 from analysis.style import figure_of, plt, save
@@ -35,6 +36,12 @@ class Drawn:
     files: list[Path] = field(default_factory=list)
     problem: str = ""
 
+    @property
+    def title(self) -> str:
+        """Returns the figure's name as words: "Reward over steps, N=4"."""
+        words = re.sub(r"_n(\d+)$", r", N=\1", self.figure.name).replace("_", " ")
+        return words[0].upper() + words[1:]
+
 
 @dataclass
 class Part:
@@ -46,6 +53,39 @@ class Part:
     findings: pd.DataFrame
     tables: list[tuple[str, pd.DataFrame]]
     figures: list[Drawn]
+    main: Drawn | None = None
+
+    @property
+    def digest(self) -> str:
+        """Returns what tells this setting from others of its task and model."""
+        return self.setting.partition("#")[2]
+
+    @property
+    def id(self) -> str:
+        """Returns the id of the part on the page."""
+        return "setting-" + re.sub(r"[^a-z0-9]+", "-", self.setting.lower()) if self.setting else "outside-runs"
+
+    @property
+    def heading(self) -> str:
+        """Returns the setting as words: "Arithmetic, tiny policy"."""
+        task, _, model = self.setting.partition("#")[0].partition("-")
+        words = task.replace("_", " ")
+        return f"{words[:1].upper()}{words[1:]}, {model} policy" if words else "Outside runs"
+
+    @property
+    def shown_tables(self) -> list[tuple[str, str, str, pd.DataFrame]]:
+        """Returns (heading, note, id, rows) per table: what a title has in brackets is the note below it."""
+        shown = []
+        for place, (title, rows) in enumerate(self.tables):
+            words, _, note = title.partition(" (")
+            shown.append((words, note.removesuffix(")").capitalize(), f"{self.id}-table-{place}", rows))
+        return shown
+
+    @property
+    def sections(self) -> list[tuple[str, str]]:
+        """Returns (id, heading) of every section, for the table of contents."""
+        tables = [(id, text) for text, _, id, _ in self.shown_tables]
+        return [(f"{self.id}-claims", "Claims"), *tables, (f"{self.id}-figures", "Figures")]
 
 
 def part_of(loaded: Runs, setting: str, table: pd.DataFrame, target: float | None, folder: Path) -> Part:
@@ -57,7 +97,10 @@ def part_of(loaded: Runs, setting: str, table: pd.DataFrame, target: float | Non
             target = None
     findings = Claims(table, target if target is not None else float("nan")).findings()
     drawn = [draw(figure, folder) for figure in all_figures(loaded, table, target)]
-    return Part(setting, target, verdicts(findings), findings_table(findings), list(tables_of(table, target)), drawn)
+    first = main_figure(table)
+    main = draw(first, folder) if first is not None else None
+    tables = list(tables_of(table, target))
+    return Part(setting, target, verdicts(findings), findings_table(findings), tables, drawn, main)
 
 
 def draw(figure: Figure, folder: Path) -> Drawn:
