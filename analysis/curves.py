@@ -134,7 +134,7 @@ def draw_arm(
         low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
     if len(runs) >= FEWEST:
         axes.fill_between(grid, low, high, color=style["color"], alpha=0.15, lw=0)
-        axes.plot(grid, estimate, **style, label=f"{text} ({len(runs)})")
+        axes.plot(grid, estimate, **style, label=f"{text} ({len(runs)})", zorder=3)  # above the seeds of every arm
     else:
         axes.plot([], [], **style, lw=0.8, label=f"{text} ({len(runs)}, no interval)")
     return pd.DataFrame({"x": grid, "estimate": estimate, "low": low, "high": high, "seeds": len(runs)})

@@ -90,7 +90,7 @@ def main_figure(table: pd.DataFrame) -> Figure | None:
     size = max(compared, key=lambda size: compared[size])  # the first, and so the smallest, of equals
     caption = f"Held-out accuracy over the tokens that a run sampled itself, N={size:g}. Thin lines: seeds; thick: "
     return Figure(
-        "main_curves",
+        f"held-out_accuracy_over_own_tokens_n{size:g}",
         caption + "interquartile mean with its pointwise 95 % interval; cross: diverged.",
         lambda: learning_curves(main[main.group_size == size], x="own_tokens_total", width=PAGE),
     )

@@ -10,6 +10,8 @@ from analysis.report.parts import Drawn, Part
 from analysis.runs.load import Runs
 from analysis.style import seeds_text
 
+INTERVAL = "effect [95 % interval]"  # the column of the verdicts
+
 
 def lead(loaded: Runs) -> str:
     """Returns the first sentence of the page: how many runs there are, and how many of them it uses."""
@@ -49,17 +51,17 @@ def verdict_rows(parts: list[Part]) -> pd.DataFrame:
         for claim in part.claims.to_dict("records"):
             row = {"setting": f"{part.heading} {part.digest}"} if len(parts) > 1 else {}
             row |= {"claim": claim["claim"], "says": claim["says"], "verdict": claim["verdict"]}
-            rows.append(row | {"effect [interval]": interval_text(claim), "measured": claim["measured"]})
+            rows.append(row | {INTERVAL: interval_text(claim), "measured": claim["measured"]})
     return pd.DataFrame(rows)
 
 
 def interval_text(claim: dict) -> str:
-    """Returns "0.05 [−0.32, 0.23]", the estimate alone where there is no interval, or that nothing was measured."""
+    """Returns "0.05 [−0.32, 0.23]", the estimate alone without an interval; says of a proxy that it is one."""
     estimate, low, high = (claim[key] for key in ("effect", "low", "high"))
     if np.isnan(estimate):
         return "not measured"
     text = f"{estimate:.3g}" if np.isnan(low) else f"{estimate:.3g} [{low:.3g}, {high:.3g}]"
-    return text.replace("-", "−")
+    return text.replace("-", "−") + (", of a proxy" if "(proxy)" in claim["weakest comparison"] else "")
 
 
 def main_drawn(loaded: Runs, parts: list[Part]) -> Drawn | None:

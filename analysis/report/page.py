@@ -12,7 +12,7 @@ import jinja2
 import numpy as np
 import pandas as pd
 
-from analysis.report.overview import lead, main_drawn, overview, verdict_rows
+from analysis.report.overview import INTERVAL, lead, main_drawn, overview, verdict_rows
 from analysis.report.parts import Drawn, Part
 from analysis.runs.load import Runs
 from analysis.runs.marks import setting_differences
@@ -80,6 +80,8 @@ def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
                 text = f'<a href="#" data-open="{html.escape(str(value))}">{text}</a>'
             elif len(text) > LONG_TEXT:
                 sort = ' class="long"'
+            if name == INTERVAL:
+                sort = ' class="interval"'
             if name == "verdict":
                 sort = f' class="{text.replace(" ", "-")}"'
             cells.append(f"<td{sort}>{text}</td>")
