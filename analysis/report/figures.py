@@ -83,14 +83,14 @@ def main_figure(table: pd.DataFrame) -> Figure | None:
     rivals of MAIN_ARMS. None where OTB has no run, or was compared with none.
     """
     main = table[table.baseline.isin(MAIN_ARMS)]
-    arms = {size: set(rows.baseline.astype(str)) for size, rows in main.groupby("group_size")}
+    arms = {int(size): set(main.baseline[main.group_size == size].astype(str)) for size in main.group_size.unique()}
     compared = {size: len(names) for size, names in sorted(arms.items()) if "otb" in names and len(names) > 1}
     if not compared:
         return None
     size = max(compared, key=lambda size: compared[size])  # the first, and so the smallest, of equals
-    caption = f"Held-out accuracy over the tokens that a run sampled itself, N={size:g}. Thin lines: seeds; thick: "
+    caption = f"Held-out accuracy over the tokens that a run sampled itself, N={size}. Thin lines: seeds; thick: "
     return Figure(
-        f"held-out_accuracy_over_own_tokens_n{size:g}",
+        f"held-out_accuracy_over_own_tokens_n{size}",
         caption + "interquartile mean with its pointwise 95 % interval; cross: diverged.",
         lambda: learning_curves(main[main.group_size == size], x="own_tokens_total", width=PAGE),
     )
