@@ -25,12 +25,12 @@ def overview(loaded: Runs, parts: list[Part]) -> pd.DataFrame:
     rows = []
     for part in parts:
         runs = loaded.runs[(loaded.runs.setting == part.setting) & (loaded.runs.left_out == "")]
-        row = {"setting": f"{part.heading} {part.digest}".strip(), "arms": "plain TRL", "group sizes N": ""}
+        row = {"setting": f"{part.heading} {part.digest}".strip(), "arms": "plain TRL", "N": ""}
         row |= {"seeds per arm": "", "steps": listed(runs.last_step)}
         if part.setting:
             arms = dict.fromkeys(label(arm) for arm in sorted(runs.baseline.astype(str), key=lambda arm: arm != "otb"))
             seeds = runs.groupby(["baseline", "group_size"]).seed.nunique()
-            row |= {"arms": ", ".join(arms), "group sizes N": listed(runs.group_size)}
+            row |= {"arms": ", ".join(arms), "N": listed(runs.group_size)}
             row |= {"seeds per arm": seeds_text(seeds) if len(seeds) else ""}
         if "learning_rate" in runs:
             row["learning rate"] = listed(runs.learning_rate)
