@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.arms import label
-from analysis.report.parts import Drawn, Part
+from analysis.report.parts import Part
 from analysis.runs.load import Runs
 from analysis.style import seeds_text
 
@@ -64,8 +64,8 @@ def interval_text(claim: dict) -> str:
     return text.replace("-", "−") + (", of a proxy" if "(proxy)" in claim["weakest comparison"] else "")
 
 
-def main_drawn(loaded: Runs, parts: list[Part]) -> Drawn | None:
-    """Returns the first figure: that of the setting with most runs among those which have one."""
+def main_part(loaded: Runs, parts: list[Part]) -> Part | None:
+    """Returns the part whose main figure stands first: that with most runs among those which have one."""
     count = loaded.runs[loaded.runs.left_out == ""].setting.value_counts()
     having = [part for part in parts if part.main is not None and not part.main.problem]
-    return max(having, key=lambda part: count.get(part.setting, 0)).main if having else None
+    return max(having, key=lambda part: count.get(part.setting, 0)) if having else None

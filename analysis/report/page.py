@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.report.markdown import RUN_COLUMNS, cell_text, markdown
-from analysis.report.overview import INTERVAL, lead, main_drawn, overview, verdict_rows
+from analysis.report.overview import INTERVAL, lead, main_part, overview, verdict_rows
 from analysis.report.parts import Drawn, Part
 from analysis.runs.load import Runs
 from analysis.runs.marks import setting_differences
@@ -40,7 +40,7 @@ def write_pages(loaded: Runs, parts: list[Part], out: Path) -> Path:
         lead=lead(loaded),
         overview=overview(loaded, parts),
         verdicts=verdict_rows(parts),
-        main=main_drawn(loaded, parts),
+        first=main_part(loaded, parts),
         parts=parts,
         differences=setting_differences(loaded.runs) if len(parts) > 1 else {},
         runs=[run_entry(loaded, row, place) for place, row in enumerate(loaded.runs.to_dict("records"))],
