@@ -122,7 +122,7 @@ def draw_arm(
         The mean and its interval: x, estimate, low, high, seeds.
     """
     for name, place, values, diverged in runs:
-        (line,) = axes.plot(place, values, **style, lw=0.6, alpha=0.35)
+        (line,) = axes.plot(place, values, **style, lw=0.7, alpha=0.6)
         line.set_gid(f"run:{name}")
         if diverged:
             axes.plot(place[-1:], values[-1:], "x", color=style["color"], ms=6)
@@ -134,7 +134,7 @@ def draw_arm(
         low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
     if len(runs) >= FEWEST:
         axes.fill_between(grid, low, high, color=style["color"], alpha=0.15, lw=0)
-        axes.plot(grid, estimate, **style, label=f"{text} ({len(runs)})")
+        axes.plot(grid, estimate, **style, label=f"{text} ({len(runs)})", zorder=3)  # above the seeds of every arm
     else:
         axes.plot([], [], **style, lw=0.8, label=f"{text} ({len(runs)}, no interval)")
     return pd.DataFrame({"x": grid, "estimate": estimate, "low": low, "high": high, "seeds": len(runs)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from analysis.curves import draw_curves
-from analysis.style import PAGE, figure, keep_numbers
+from analysis.style import COLUMN, PAGE, figure, keep_numbers
 
 AXIS_NAMES = {
     "step": "step",
@@ -23,7 +23,11 @@ AXIS_NAMES = {
 
 
 def learning_curves(
-    table: pd.DataFrame, y: str = "evaluation_accuracy", x: str = "step", outside: pd.DataFrame | None = None
+    table: pd.DataFrame,
+    y: str = "evaluation_accuracy",
+    x: str = "step",
+    outside: pd.DataFrame | None = None,
+    width: float = COLUMN,
 ):
     """Draws y over x per arm: every seed as a thin line, the interquartile mean and its pointwise 95 % interval.
 
@@ -32,6 +36,7 @@ def learning_curves(
         y: a metric, or evaluation_*.
         x: "step" or "own_tokens_total".
         outside: rows of plain TRL runs, drawn as grey lines.
+        width: of the figure, in inches.
 
     Returns:
         The axes.
@@ -39,7 +44,7 @@ def learning_curves(
     Raises:
         RunError: a metric is missing, or settings are mixed.
     """
-    _, axes = figure()
+    _, axes = figure(width=width)
     plotted = draw_curves(axes, table, y, x, outside, log=y == "gradient_norm")
     axes.set(xlabel=AXIS_NAMES.get(x, x), ylabel=AXIS_NAMES.get(y, y))
     keep_numbers(axes, plotted)

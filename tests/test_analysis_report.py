@@ -1,7 +1,6 @@
 """Claims and their verdicts, the report from the command line, the page in a real browser, the excerpt."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from analysis.report.comparisons import Claims
 from analysis.runs.excerpt import excerpt, without_paths
 from analysis.runs.load import load
 from tests.support.analysis_runs import REAL_RUNS, write_run, write_sweep
-from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.browser import chromium
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -198,60 +197,123 @@ def test_the_page_needs_no_network(report):
     assert "5&lt;script&gt;" in page  # text of a sample, escaped
 
 
-def chromium() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if not found and not os.environ.get("CI"):
-        pytest.skip("no chromium here: apt-get install chromium")
-    assert found, "CI must have chromium"
-    return found
+# ---- the page in a browser
 
 
-PROBE = """<script>addEventListener("load", () => { const say = {}; try {
-const column = () => [...document.querySelectorAll("table.sortable")].at(-1).tBodies[0].rows;
-const seed = [...document.querySelectorAll("table.sortable")].at(-1).querySelectorAll("th")[3];
-seed.click(); say.up = [...column()].map(row => Number(row.children[3].textContent));
-seed.click(); say.down = [...column()].map(row => Number(row.children[3].textContent));
-const line = document.querySelector('g[id="run:otb-n4-seed0"] path'); say.hover = getComputedStyle(line).cursor;
-line.dispatchEvent(new MouseEvent("click", {bubbles: true}));
-const dialog = document.getElementById("dialog"); say.open = dialog.open; say.text = dialog.textContent;
-dialog.close(); document.querySelector("button.zoom").click();
-const svg = dialog.querySelector("svg"); const before = svg.viewBox.baseVal.width;
-svg.dispatchEvent(new WheelEvent("wheel", {deltaY: -1, clientX: 300, clientY: 300, cancelable: true}));
-say.zoomed = svg.viewBox.baseVal.width / before; dialog.close();
-document.querySelector('[data-open="otb-n4-seed1"]').click(); say.second = dialog.textContent;
-} catch (error) { say.error = String(error); }
-document.body.innerHTML = "<pre id=said></pre>"; document.getElementById("said").textContent = JSON.stringify(say); });
-</script></body>"""
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
 
 
-def browse(page: Path, tmp_path: Path, *arguments: str) -> str:
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1200,1600"
-    command = [chromium(), *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", *arguments, page.as_uri()]
-    command.insert(1, "--host-resolver-rules=MAP * ~NOTFOUND")
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS).stdout
+@pytest.fixture
+def opened(chrome, report):
+    """Opens the page; afterwards it must have been silent, alone, and without an error."""
+
+    def open_at(fragment="", **window):
+        chrome.open(report / "report.html", fragment, **window)
+        return chrome
+
+    chrome.complaints()
+    chrome.requests()
+    yield open_at
+    assert chrome.complaints() == [] and chrome.requests() == []
 
 
-def test_the_page_works_in_a_browser_from_disk(report, tmp_path):
-    probe = tmp_path / "probe.html"
-    probe.write_text((report / "report.html").read_text().replace("</body>", PROBE))
-    shown = re.search(r'<pre id="said">(.*?)</pre>', browse(probe, tmp_path, "--dump-dom"), re.S)
-    say = json.loads(shown.group(1).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-    assert "error" not in say, say
-    assert say["up"] == sorted(say["up"]) and say["down"] == sorted(say["down"], reverse=True)
-    assert say["open"] and "otb-n4-seed0" in say["text"]
-    assert "learning_rate: 0.001" in say["text"] and "reward 1, 3 own tokens" in say["text"]
-    assert say["hover"] == "pointer" and say["zoomed"] == pytest.approx(0.8)
-    assert "otb-n4-seed1" in say["second"]
+def test_the_page_begins_with_what_was_run_verdicts_and_the_main_figure(opened):
+    chrome = opened()
+    assert [head.removesuffix("#").strip() for head in chrome.texts("h2")][:4] == [
+        "What was run",
+        "Verdicts on the paper's claims",
+        "Held-out accuracy over own tokens, N=4",
+        "Contents",
+    ]
+    run, verdicts = chrome.texts("table")[:2]
+    assert "Arithmetic, tiny policy" in run and "OTB, GRPO, RLOO" in run and "3 seeds" in run
+    assert "supported 0.04 [0.04, 0.04] share of a step's time" in verdicts
+    assert "undecided −0.0414 [−0.0554, −0.0278], of a proxy" in verdicts  # which is no variance
+    assert "figures/held-out_accuracy_over_own_tokens_n4.csv" in chrome.find("figure a[href$=csv]").get_attribute(
+        "href"
+    )
 
 
-def test_the_page_has_a_picture_of_itself_in_a_browser(report, tmp_path):
-    picture = tmp_path / "page.png"
-    browse(report / "report.html", tmp_path, f"--screenshot={picture}")
-    from matplotlib.image import imread
+def test_headings_are_words_and_the_contents_lead_to_every_section(opened):
+    chrome = opened()
+    setting = chrome.js("return [...document.querySelectorAll('h2')].find(one => one.querySelector('.digest'))")
+    assert re.fullmatch(r"Arithmetic, tiny policy[0-9a-f]{6}#", setting.get_attribute("textContent"))
+    ids = chrome.js("return [...document.querySelectorAll(':is(h1, h2, h3, h4, h5)[id]')].map(one => one.id)")
+    assert len(ids) == len(set(ids)) > 15
+    links = chrome.js("return [...document.querySelectorAll('.contents a')].map(one => one.hash.slice(1))")
+    assert len(links) == 8 and set(links) <= set(ids)
+    anchors = chrome.js("return [...document.querySelectorAll('.anchor')].map(one => one.hash.slice(1))")
+    assert sorted([*anchors, "contents"]) == sorted(ids)
+    assert "Gradient norm and accuracy, N=4" in "\n".join(chrome.texts("h4"))
 
-    pixels = imread(picture)
-    assert pixels.shape[:2] == (1600, 1200) and 0.5 < pixels[..., :3].mean() < 0.999  # neither blank nor black
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 800])
+def test_figures_fill_the_column_and_nothing_overflows(opened, width, dark):
+    chrome = opened(width=width, dark=dark)
+    assert chrome.js("return document.documentElement.scrollWidth") == width
+    rows = chrome.js("""
+      const rows = new Map();
+      for (const one of document.querySelectorAll("figure")) {
+        const key = Math.round(one.getBoundingClientRect().top + scrollY);
+        rows.set(key, (rows.get(key) ?? 0) + one.querySelector("svg").getBoundingClientRect().width);
+      }
+      return [document.querySelector(".figures").clientWidth, [...rows.values()]]""")
+    column, pictures = rows
+    assert column >= 0.85 * width and pictures[0] > 0.9 * column  # the first figure stands alone
+    assert min(pictures) > (0.4 if width == 1280 else 0.9) * column
+    paper = chrome.js("return getComputedStyle(document.body).backgroundColor")
+    assert paper == ("rgb(24, 28, 32)" if dark else "rgb(255, 255, 255)")
+    tables = chrome.js("return [...document.querySelectorAll('table')].every(one => one.parentNode.matches('.wide'))")
+    assert tables
+
+
+def test_tables_sort_by_number_both_ways(opened):
+    chrome = opened()
+    seed = chrome.js(
+        """return [...document.querySelectorAll("table.sortable")].at(-1).querySelectorAll("th button")[3]"""
+    )
+    seeds = (
+        """return [...arguments[0].closest("table").tBodies[0].rows].map(row => Number(row.children[3].textContent))"""
+    )
+    for order in ("ascending", "descending"):
+        chrome.js("arguments[0].click()", seed)
+        shown = chrome.js(seeds, seed)
+        assert shown == sorted(shown, reverse=order == "descending") and set(shown) == {0, 1, 2, 9}
+        assert chrome.js("return arguments[0].parentNode.ariaSort", seed) == order
+
+
+def test_a_line_and_a_name_open_their_run_and_a_figure_is_enlarged(opened):
+    chrome = opened()
+    line = """document.querySelector('g[id="run:otb-n4-seed0"] path')"""
+    chrome.js(line + """.dispatchEvent(new MouseEvent("click", {bubbles: true}))""")
+    text = chrome.find("#dialog").text
+    assert "otb-n4-seed0" in text and "learning_rate: 0.001" in text and "reward 1, 3 own tokens" in text
+    chrome.find("#dialog button").click()
+    chrome.js("""document.querySelector('[data-open="otb-n4-seed1"]').click()""")
+    assert "otb-n4-seed1" in chrome.find("#dialog").text
+    chrome.find("#dialog button").click()
+    chrome.find("button.zoom").click()
+    zoomed = chrome.js("""
+      const svg = document.querySelector("#dialog svg"), before = svg.viewBox.baseVal.width;
+      svg.dispatchEvent(new WheelEvent("wheel", {deltaY: -1, clientX: 300, clientY: 300, cancelable: true}));
+      return svg.viewBox.baseVal.width / before""")
+    assert zoomed == pytest.approx(0.8)
+
+
+def test_the_page_prints_without_buttons_and_with_whole_figures(opened):
+    chrome = opened(dark=True)
+    chrome.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        assert not chrome.find("button.zoom").is_displayed() and not chrome.find(".contents").is_displayed()
+        assert chrome.find("figure").value_of_css_property("break-inside") == "avoid"
+        assert chrome.find(".wide").value_of_css_property("max-height") == "none"
+        assert chrome.js("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    finally:
+        chrome.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
 def test_two_settings_get_a_part_each(tmp_path, quick):

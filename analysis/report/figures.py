@@ -18,9 +18,12 @@ from analysis.noise import variance
 from analysis.runs.load import Runs
 from analysis.runs.samples import read_group, read_samples
 from analysis.stability import stability
+from analysis.style import PAGE
 from analysis.token_figure import token_consumption
 from analysis.token_positions import energy_against_reward, token_positions
 from otb.errors import RunError
+
+MAIN_ARMS = ("otb", "group_mean", "grpo", "rloo", "opo")  # OTB and the group baselines that the paper compares with
 
 
 class Figure(NamedTuple):
@@ -71,6 +74,26 @@ def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iter
         )
     yield from sample_figures(loaded, table)
     yield Figure("time_and_memory", "Time and memory per step.", lambda: time_and_memory(table))
+
+
+def main_figure(table: pd.DataFrame) -> Figure | None:
+    """Returns the one figure that stands first: held-out accuracy over own tokens, of OTB and its main rivals.
+
+    The rule: the group size at which most arms beside OTB have runs, of several the smallest; of its arms OTB and the
+    rivals of MAIN_ARMS. None where OTB has no run, or was compared with none.
+    """
+    main = table[table.baseline.isin(MAIN_ARMS)]
+    arms = {int(size): set(main.baseline[main.group_size == size].astype(str)) for size in main.group_size.unique()}
+    compared = {size: len(names) for size, names in sorted(arms.items()) if "otb" in names and len(names) > 1}
+    if not compared:
+        return None
+    size = max(compared, key=lambda size: compared[size])  # the first, and so the smallest, of equals
+    caption = f"Held-out accuracy over the tokens that a run sampled itself, N={size}. Thin lines: seeds; thick: "
+    return Figure(
+        f"held-out_accuracy_over_own_tokens_n{size}",
+        caption + "interquartile mean with its pointwise 95 % interval; cross: diverged.",
+        lambda: learning_curves(main[main.group_size == size], x="own_tokens_total", width=PAGE),
+    )
 
 
 def curve_figures(table: pd.DataFrame, n: int, outside: pd.DataFrame | None) -> Iterator[Figure]:

@@ -5,37 +5,49 @@ from __future__ import annotations
 import base64
 import html
 import os
+import re
 from pathlib import Path
 
 import jinja2
 import numpy as np
 import pandas as pd
 
+from analysis.report.markdown import RUN_COLUMNS, cell_text, markdown
+from analysis.report.overview import INTERVAL, lead, main_part, overview, verdict_rows
 from analysis.report.parts import Drawn, Part
 from analysis.runs.load import Runs
 from analysis.runs.marks import setting_differences
 from analysis.runs.samples import own_tokens, read_group
 from analysis.runs.token_colours import background, largest
+from analysis.style import COLUMN
 from otb.errors import RunError
 
+HERE = Path(__file__).parent
+LONG_TEXT = 40  # characters of a cell that gets room for whole sentences
 RUNS_WITH_SAMPLES = 100  # a page of every group of 1,000 runs would not open
 ROLLOUTS_SHOWN = 4
-RUN_COLUMNS = ["run", "arm", "group_size", "seed", "outcome", "last_step", "commit", "device", "left_out", "marks"]
 
 
 def write_pages(loaded: Runs, parts: list[Part], out: Path) -> Path:
     """Writes report.html, report.md and returns the path of the first."""
     out.mkdir(parents=True, exist_ok=True)
-    template = jinja2.Template(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf8"))
+    template = jinja2.Template((HERE / "page.html.jinja").read_text(encoding="utf8"))
     page = template.render(
         title=f"Report on {loaded.folder.resolve().name}",
+        style=(HERE / "page.css").read_text(encoding="utf8"),
+        script=(HERE / "page.js").read_text(encoding="utf8"),
         loaded=loaded,
+        lead=lead(loaded),
+        overview=overview(loaded, parts),
+        verdicts=verdict_rows(parts),
+        first=main_part(loaded, parts),
         parts=parts,
         differences=setting_differences(loaded.runs) if len(parts) > 1 else {},
         runs=[run_entry(loaded, row, place) for place, row in enumerate(loaded.runs.to_dict("records"))],
         run_table=html_table(loaded.runs.reindex(columns=RUN_COLUMNS), link="run"),
         table=html_table,
         picture=picture,
+        is_wide=is_wide,
         relative=lambda path: os.path.relpath(path, out),
     )
     (out / "report.html").write_text(page, encoding="utf8")
@@ -43,20 +55,9 @@ def write_pages(loaded: Runs, parts: list[Part], out: Path) -> Path:
     return out / "report.html"
 
 
-def cell_text(value) -> str:
-    """Returns a cell as text with three significant digits; "" where nothing was measured."""
-    if value is None or (isinstance(value, float) and np.isnan(value)):
-        return ""
-    if isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer() and abs(value) >= 1):
-        return f"{value:,.0f}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
-
-
 def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
     """Returns a sortable table; data-sort keeps the full number. link: a column whose cells open that run."""
-    head = "".join(f"<th>{html.escape(str(name))}</th>" for name in rows.columns)
+    head = "".join(f"<th><button>{html.escape(str(name))}</button></th>" for name in rows.columns)
     body = []
     for row in rows.itertuples(index=False):
         cells = []
@@ -66,6 +67,10 @@ def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
             text = html.escape(cell_text(value))
             if name == link:
                 text = f'<a href="#" data-open="{html.escape(str(value))}">{text}</a>'
+            elif len(text) > LONG_TEXT:
+                sort = ' class="long"'
+            if name == INTERVAL:
+                sort = ' class="interval"'
             if name == "verdict":
                 sort = f' class="{text.replace(" ", "-")}"'
             cells.append(f"<td{sort}>{text}</td>")
@@ -79,6 +84,12 @@ def picture(drawn: Drawn) -> str:
         return drawn.svg
     png = next(file for file in drawn.files if file.suffix == ".png")
     return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}">'
+
+
+def is_wide(drawn: Drawn) -> bool:
+    """Tells whether a figure has the width of a paper's page, and so takes the page's whole column."""
+    width = re.search(r'width="([\d.]+)pt"', drawn.svg[:500])
+    return not width or float(width[1]) > 72 * COLUMN + 1
 
 
 def run_entry(loaded: Runs, run: dict, place: int) -> dict:
@@ -119,34 +130,3 @@ def samples_html(group: pd.DataFrame) -> str:
     if len(group) > ROLLOUTS_SHOWN:
         parts.append(f"<p>{len(group) - ROLLOUTS_SHOWN} more rollouts of this group are in rollouts/.</p>")
     return "".join(parts)
-
-
-def markdown(loaded: Runs, parts: list[Part], out: Path) -> str:
-    """Returns report.md, which has the same tables, and the figures as links."""
-    used = (loaded.runs.left_out == "").sum()
-    lines = [f"# Report on {loaded.folder.resolve().name}", "", f"{len(loaded.runs)} runs, {used} used.", ""]
-    lines += [f"- {warning}" for warning in loaded.warnings] + [""]
-    for part in parts:
-        lines += [f"## {part.setting}", "", "### Claims", "", markdown_table(part.claims), ""]
-        lines += ["### Comparisons behind them", "", markdown_table(part.findings), ""]
-        for title, rows in part.tables:
-            lines += [f"### {title}", "", markdown_table(rows), ""]
-        lines += ["### Figures", ""]
-        for drawn in part.figures:
-            if drawn.problem:
-                lines += [f"Not drawn: {drawn.figure.name}. {drawn.problem}", ""]
-                continue
-            path = next(file for file in drawn.files if file.suffix == ".png")
-            lines += [f"![{drawn.figure.name}]({os.path.relpath(path, out)})", "", drawn.figure.caption, ""]
-    lines += ["## Runs", "", markdown_table(loaded.runs.reindex(columns=RUN_COLUMNS)), ""]
-    return "\n".join(lines)
-
-
-def markdown_table(rows: pd.DataFrame) -> str:
-    """Returns a table in Markdown, numbers with three significant digits."""
-    if rows.empty:
-        return "(nothing)"
-    texts = [[cell_text(value) for value in row] for row in rows.itertuples(index=False)]
-    cells = [[text.replace("|", "\\|").replace("\n", " ") for text in row] for row in texts]
-    head = f"| {' | '.join(map(str, rows.columns))} |\n|{'---|' * len(rows.columns)}"
-    return "\n".join([head, *(f"| {' | '.join(row)} |" for row in cells)])

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
 
-from analysis.arms import by_arm, label
-from analysis.checks import require
-from analysis.group_size import by_seed, final_accuracy
-from analysis.intervals import bootstrap, difference, improvement, iqm
 from analysis.report.claims import findings_table, verdicts
 from analysis.report.comparisons import Claims
-from analysis.report.figures import Figure, all_figures
+from analysis.report.figures import Figure, all_figures, main_figure
+from analysis.report.tables import tables_of
 from analysis.runs.load import Runs
-from analysis.stability import stability_table
 from analysis.style import figure_of, plt, save
 from analysis.token_consumption import default_target
-from analysis.token_figure import tokens_by_arm
 from otb.errors import RunError
 
 LARGEST_SVG = 3_000_000  # characters; beyond, the page holds the picture as PNG
@@ -35,6 +30,12 @@ class Drawn:
     files: list[Path] = field(default_factory=list)
     problem: str = ""
 
+    @property
+    def title(self) -> str:
+        """Returns the figure's name as words: "Reward over steps, N=4"."""
+        words = re.sub(r"_n(\d+)$", r", N=\1", self.figure.name).replace("_", " ")
+        return words[0].upper() + words[1:]
+
 
 @dataclass
 class Part:
@@ -46,6 +47,39 @@ class Part:
     findings: pd.DataFrame
     tables: list[tuple[str, pd.DataFrame]]
     figures: list[Drawn]
+    main: Drawn | None = None
+
+    @property
+    def digest(self) -> str:
+        """Returns what tells this setting from others of its task and model."""
+        return self.setting.partition("#")[2]
+
+    @property
+    def id(self) -> str:
+        """Returns the id of the part on the page."""
+        return "setting-" + re.sub(r"[^a-z0-9]+", "-", self.setting.lower()) if self.setting else "outside-runs"
+
+    @property
+    def heading(self) -> str:
+        """Returns the setting as words: "Arithmetic, tiny policy"."""
+        task, _, model = self.setting.partition("#")[0].partition("-")
+        words = task.replace("_", " ")
+        return f"{words[:1].upper()}{words[1:]}, {model} policy" if words else "Outside runs"
+
+    @property
+    def shown_tables(self) -> list[tuple[str, str, str, pd.DataFrame]]:
+        """Returns (heading, note, id, rows) per table: what a title has in brackets is the note below it."""
+        shown = []
+        for place, (title, rows) in enumerate(self.tables):
+            words, _, note = title.partition(" (")
+            shown.append((words, note.removesuffix(")").capitalize(), f"{self.id}-table-{place}", rows))
+        return shown
+
+    @property
+    def sections(self) -> list[tuple[str, str]]:
+        """Returns (id, heading) of every section, for the table of contents."""
+        tables = [(id, text) for text, _, id, _ in self.shown_tables]
+        return [(f"{self.id}-claims", "Claims"), *tables, (f"{self.id}-figures", "Figures")]
 
 
 def part_of(loaded: Runs, setting: str, table: pd.DataFrame, target: float | None, folder: Path) -> Part:
@@ -57,7 +91,10 @@ def part_of(loaded: Runs, setting: str, table: pd.DataFrame, target: float | Non
             target = None
     findings = Claims(table, target if target is not None else float("nan")).findings()
     drawn = [draw(figure, folder) for figure in all_figures(loaded, table, target)]
-    return Part(setting, target, verdicts(findings), findings_table(findings), list(tables_of(table, target)), drawn)
+    first = main_figure(table)
+    main = draw(first, folder) if first is not None else None
+    tables = list(tables_of(table, target))
+    return Part(setting, target, verdicts(findings), findings_table(findings), tables, drawn, main)
 
 
 def draw(figure: Figure, folder: Path) -> Drawn:
@@ -74,68 +111,3 @@ def draw(figure: Figure, folder: Path) -> Drawn:
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :] if len(svg) <= LARGEST_SVG else ""
     return Drawn(figure, svg, save(axes, folder / figure.name))
-
-
-def tables_of(table: pd.DataFrame, target: float | None) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yields (title, rows) per table of a setting. One whose metrics are missing is left out; its figure says why."""
-    makers: list[tuple[str, Callable]] = [
-        (
-            "Accuracy per arm (interquartile mean over seeds; best: the largest of noisy ones, too high)",
-            accuracy_rows,
-        ),
-        ("OTB against each arm of the same N", comparison_rows),
-    ]
-    if target is not None:
-        makers.append((f"Own tokens to {target:g} held-out accuracy", lambda rows: token_rows(rows, target)))
-    makers.append(("Stability", stability_rows))
-    for title, make in makers:
-        try:
-            yield title, make(table)
-        except RunError:
-            continue
-
-
-def accuracy_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns accuracy per arm at the start, at the end, at best and on average, with intervals."""
-    runs, rows = final_accuracy(table), []
-    for _, _, text, arm in by_arm(runs):
-        row = {"arm": text, "seeds": len(arm)}
-        for column in ("first", "final", "best", "mean"):
-            interval = bootstrap([arm[column].to_numpy()], iqm, bounds=(0, 1))
-            row |= {column: interval.estimate, f"{column} low": interval.low, f"{column} high": interval.high}
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def comparison_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns final accuracy of OTB minus each arm of its N (paired over shared seeds), and P(an OTB run is better)."""
-    runs, rows = final_accuracy(table), []
-    for size in sorted(runs.group_size.unique()):
-        here = runs[runs.group_size == size]
-        ours = by_seed(here[here.baseline == "otb"], "final")
-        for baseline in [base for base, *_ in by_arm(here) if base != "otb"] if ours else []:
-            theirs = by_seed(here[here.baseline == baseline], "final")
-            gap = difference(ours, theirs)
-            better = improvement(list(ours.values()), list(theirs.values()))
-            row = {"OTB against": label(baseline, size), "shared seeds": len(ours.keys() & theirs.keys())}
-            row |= {"difference": gap.estimate, "low": gap.low, "high": gap.high}
-            rows.append(row | {"P(better)": better.estimate, "P low": better.low, "P high": better.high})
-    return pd.DataFrame(rows)
-
-
-def token_rows(table: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Returns tokens to the target per arm, with the interval of the mean."""
-    require(table, "evaluation_accuracy", "evaluation_own_tokens_total")
-    rows = tokens_by_arm(table, target, resamples=1000)
-    rows.insert(0, "arm", [label(*pair) for pair in zip(rows.baseline, rows.group_size, strict=True)])
-    return rows.drop(columns=["baseline", "group_size", "target"])
-
-
-def stability_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns collapses, surges and drawdown per arm."""
-    rows = []
-    for _, _, text, arm in by_arm(stability_table(table)):
-        row = {"arm": text, "seeds": len(arm), "collapsed": int(arm.collapsed.sum())}
-        row |= {"steps with a surge": arm.surge_share.mean(), "worst drawdown, mean": arm.worst_drawdown.mean()}
-        rows.append(row)
-    return pd.DataFrame(rows)

@@ -1,0 +1,56 @@
+"""Makes report.md, which has the same tables as the page, and the figures as links. Called by page.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis.report.parts import Part
+from analysis.runs.load import Runs
+
+RUN_COLUMNS = ["run", "arm", "group_size", "seed", "outcome", "last_step", "commit", "device", "left_out", "marks"]
+
+
+def markdown(loaded: Runs, parts: list[Part], out: Path) -> str:
+    """Returns report.md, which has the same tables, and the figures as links."""
+    used = (loaded.runs.left_out == "").sum()
+    lines = [f"# Report on {loaded.folder.resolve().name}", "", f"{len(loaded.runs)} runs, {used} used.", ""]
+    lines += [f"- {warning}" for warning in loaded.warnings] + [""]
+    for part in parts:
+        lines += [f"## {part.setting}", "", "### Claims", "", markdown_table(part.claims), ""]
+        lines += ["### Comparisons behind them", "", markdown_table(part.findings), ""]
+        for title, rows in part.tables:
+            lines += [f"### {title}", "", markdown_table(rows), ""]
+        lines += ["### Figures", ""]
+        for drawn in part.figures:
+            if drawn.problem:
+                lines += [f"Not drawn: {drawn.figure.name}. {drawn.problem}", ""]
+                continue
+            path = next(file for file in drawn.files if file.suffix == ".png")
+            lines += [f"![{drawn.figure.name}]({os.path.relpath(path, out)})", "", drawn.figure.caption, ""]
+    lines += ["## Runs", "", markdown_table(loaded.runs.reindex(columns=RUN_COLUMNS)), ""]
+    return "\n".join(lines)
+
+
+def markdown_table(rows: pd.DataFrame) -> str:
+    """Returns a table in Markdown, numbers with three significant digits."""
+    if rows.empty:
+        return "(nothing)"
+    texts = [[cell_text(value) for value in row] for row in rows.itertuples(index=False)]
+    cells = [[text.replace("|", "\\|").replace("\n", " ") for text in row] for row in texts]
+    head = f"| {' | '.join(map(str, rows.columns))} |\n|{'---|' * len(rows.columns)}"
+    return "\n".join([head, *(f"| {' | '.join(row)} |" for row in cells)])
+
+
+def cell_text(value) -> str:
+    """Returns a cell as text with three significant digits; "" where nothing was measured."""
+    if value is None or (isinstance(value, float) and np.isnan(value)):
+        return ""
+    if isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer() and abs(value) >= 1):
+        return f"{value:,.0f}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
