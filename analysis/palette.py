@@ -5,10 +5,14 @@ paper.mplstyle has the same cycle, which a test holds to this one; which arm has
 
 from __future__ import annotations
 
+from pathlib import Path
+
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY_BLUE, BLACK, YELLOW = "#E69F00", "#56B4E9", "#000000", "#F0E442"
 SPARE_COLOURS = ("#882255", "#44AA99", "#999933", "#332288", "#DDCC77", "#117733")  # Tol's muted set
 LINES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY_BLUE, BLACK, *SPARE_COLOURS)  # of the rollouts of a group
+
+SCHEME = Path(__file__).with_name("scheme.css")  # of the pages themselves, light and dark
 
 
 def rgb(colour: str) -> tuple[int, int, int]:

@@ -14,13 +14,18 @@ from otb.errors import RunError, first_line
 from otb.sandbox import Sandbox, SandboxFailure
 
 
+def is_tiny(model: DictConfig) -> bool:
+    """Tells whether the group `model` has the keys of model=tiny, whatever its model.name."""
+    return "warm_start" in model  # in conf/model/tiny.yaml alone
+
+
 def unless_tiny(text: str, *, _root_) -> str | None:
     """Returns the text where the configuration has another model than `model=tiny`; yamls call it ${unless_tiny:...}.
 
-    `warm_start` is a key of conf/model/tiny.yaml alone. A configuration without a model gets None.
+    A configuration without a model gets None.
     """
     model = _root_.get("model")
-    return None if model is None or "warm_start" in model else text
+    return None if model is None or is_tiny(model) else text
 
 
 OmegaConf.register_new_resolver("unless_tiny", unless_tiny, replace=True)

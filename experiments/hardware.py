@@ -163,18 +163,13 @@ def emulated_bfloat16(dtype: str, on_cpu: bool) -> str:
     return "this processor has no bfloat16 and emulates it; model.dtype=float32 is faster here, and another run"
 
 
-def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: list[int]) -> dict[str, Any]:
-    """Returns the options of GRPOConfig that follow from `parallel` and `rollouts_by`.
-
-    longest_prompt: tokens of the longest prompt of the run, for vLLM's context; None where it is unknown.
-    stop_token_ids: the tokens that end a rollout; vLLM knows only those of the model's own files.
-    """
+def grpo_options(cfg: DictConfig) -> dict[str, Any]:
+    """Returns the options of GRPOConfig that follow from `parallel` and `rollouts_by` alone."""
     options = OmegaConf.to_container(cfg.parallel.trainer, resolve=True)
     node = cfg.rollouts_by
     if node.name == "hf":
         return options
-    generation = OmegaConf.to_container(cfg.trainer, resolve=True).get("generation_kwargs") or {}
-    options |= {"use_vllm": True, "generation_kwargs": {"stop_token_ids": stop_token_ids} | generation}
+    options |= {"use_vllm": True}
     if node.name == "vllm_server":
         return options | {
             "vllm_mode": "server",
@@ -186,9 +181,22 @@ def grpo_options(cfg: DictConfig, longest_prompt: int | None, stop_token_ids: li
         "vllm_tensor_parallel_size": node.tensor_parallel,
         "vllm_gpu_memory_utilization": vllm_share(cfg, gpu_memory(), int(os.environ.get("WORLD_SIZE", 1))),
         "vllm_enable_sleep_mode": node.sleep and bool(visible_gpus()),  # vLLM has no sleep on a CPU
-        # None would be the model's whole context, for which vLLM demands a cache that does not fit
-        "vllm_max_model_length": None if longest_prompt is None else longest_prompt + cfg.task.max_completion_length,
     }
+
+
+def sampling_limits(cfg: DictConfig, longest_prompt: int, stop_token_ids: list[int]) -> dict[str, Any]:
+    """Returns the options of GRPOConfig that tell vLLM what rows and tokenizer need; none where it does not sample.
+
+    longest_prompt: tokens of the longest prompt of the run. stop_token_ids: the tokens that end a rollout; vLLM knows
+    only those of the model's own files.
+    """
+    if cfg.rollouts_by.name == "hf":
+        return {}
+    generation = OmegaConf.to_container(cfg.trainer, resolve=True).get("generation_kwargs") or {}
+    limits: dict[str, Any] = {"generation_kwargs": {"stop_token_ids": stop_token_ids} | generation}
+    if cfg.rollouts_by.name == "vllm":  # else it would be the model's whole context, whose cache does not fit
+        limits["vllm_max_model_length"] = longest_prompt + cfg.task.max_completion_length
+    return limits
 
 
 def starts_processes(cfg: DictConfig) -> bool:

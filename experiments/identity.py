@@ -17,11 +17,8 @@ from otb.records import WHERE_AND_HOW, flatten, is_as_before, is_one_of
 NAMED = ("baseline", "group_size", "seed", "task", "model")  # keys that the path shows in places of their own
 LONGEST = 120  # characters of all overrides in a name; file systems end at 255 bytes
 LONGEST_VALUE = 32  # characters of one value, once a name is shortened
-LATER_IN_GROUPS = (
-    "attn_implementation",
-    "gguf_file",
-    "instruction",
-)  # keys of model and task that measurements before them lack
+# Keys of model and task that measurements and evaluations before them lack.
+LATER_IN_GROUPS = ("attn_implementation", "gguf_file", "instruction")
 SEPARATORS = re.compile(r"[^\w=.,+-]+")  # what a name shows as _
 
 

@@ -1,4 +1,4 @@
-"""On how many threads of the processor a command computes. Imports no torch, and must be imported before it.
+"""Decides on how many threads of the processor a command computes. Imports no torch, and must be imported before it.
 
 One thread until the model is known, then `threads=`: the tiny policy gains little by a second one and loses by it where
 anything else runs, and its results must not depend on the number of cores; for a real model the cores are shared out

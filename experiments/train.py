@@ -23,8 +23,7 @@ from experiments import trackers
 from experiments.build import build
 from experiments.data import Rows, load_rows, provenance, told_by_the_first
 from experiments.environment import describe
-from experiments.hardware import emulated_bfloat16, grpo_options, sampled_source
-from experiments.planning.fit import refuse_if_it_cannot_fit
+from experiments.hardware import emulated_bfloat16, grpo_options, sampled_source, sampling_limits
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
@@ -60,10 +59,6 @@ def train(
     """
     quiet_libraries()
     make_deterministic(cfg.deterministic)
-    if cfg.card is None and torch.cuda.is_available() and not cfg.trainer.get("use_cpu"):
-        refuse_if_it_cannot_fit(
-            cfg, torch.cuda.get_device_properties(0).total_memory, int(os.environ.get("WORLD_SIZE", 1))
-        )
     arguments = trainer_config(cfg, directory)  # starts the process group of a run of several
     inputs = checked_inputs(cfg, sandbox)
     add_limits(arguments, cfg, inputs)
@@ -236,7 +231,7 @@ def trainer_config(cfg: DictConfig, directory: RunDirectory) -> OTBConfig:
     It knows nothing of the rows yet: `add_limits` does.
     """
     options = default_options(cfg, directory) | OmegaConf.to_container(cfg.trainer, resolve=True)
-    options |= grpo_options(cfg, None, [])
+    options |= grpo_options(cfg)
     try:
         return OTBConfig(**(options | derived_options(cfg, build(cfg, "task"), directory)))
     except (TypeError, ValueError) as error:
@@ -245,10 +240,9 @@ def trainer_config(cfg: DictConfig, directory: RunDirectory) -> OTBConfig:
 
 def add_limits(arguments: OTBConfig, cfg: DictConfig, inputs: Inputs) -> None:
     """Puts in what follows from rows and tokenizer: vLLM's context, and the tokens that end a rollout there."""
-    options = grpo_options(cfg, inputs.longest_prompt, [inputs.tokenizer.eos_token_id])
-    for name in ("generation_kwargs", "vllm_max_model_length"):
-        if name in options:
-            setattr(arguments, name, options[name])
+    limits = sampling_limits(cfg, inputs.longest_prompt, [inputs.tokenizer.eos_token_id])
+    for name, value in limits.items():
+        setattr(arguments, name, value)
 
 
 def default_options(cfg: DictConfig, directory: RunDirectory) -> dict[str, Any]:

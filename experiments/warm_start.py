@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import checks
-from experiments.build import build
+from experiments.build import build, is_tiny
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
 from experiments.hardware import visible_gpus
@@ -26,9 +26,9 @@ from experiments.threads import check_threads
 from experiments.variance import quoted
 from otb.errors import RunError, unwritable
 from otb.options import Batches, batches
+from otb.policies.folders import MADE_FROM
 from otb.records import flatten
 
-RECORD = "made_from.json"  # the name that otb/policies/gguf_files.py gives it, too
 WHERE_AND_HOW = ("output", "use_cpu", "threads", "model.learning_rate")  # keys that make no other policy
 SMALLEST = {"demonstrations": 1, "demonstrations_per_step": 1, "seed": 0}
 
@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
         from experiments.warm_starting import warm_start  # torch, transformers and trl: seconds, so only now
 
         command = ["python", "experiments/warm_start.py", *HydraConfig.get().overrides.task]
-        record = warm_start(cfg, output, step, {"recipe": asked, "command": command}, RECORD)
+        record = warm_start(cfg, output, step, {"recipe": asked, "command": command})
         first, last = record["losses"][0], record["losses"][-1]
         print(f"{output}: {len(record['losses'])} steps, loss {first:.2f} -> {last:.2f}. Use it as model.name={output}")
 
@@ -60,7 +60,7 @@ def check(cfg: DictConfig) -> Batches:
     if OmegaConf.is_missing(cfg, "output"):
         raise RunError("output is not set: the folder that the policy is written to. Add output=FOLDER.")
     checks.check_model_and_task(cfg)
-    if "warm_start" in cfg.model:
+    if is_tiny(cfg.model):
         raise RunError(
             f"model.name={cfg.model.name} with model=tiny is warm-started by every command that uses it, by "
             "model.warm_start.*. Leave model=tiny out and give model.name=OWNER/NAME, or a folder."
@@ -112,7 +112,7 @@ def is_there(output: Path, asked: dict) -> bool:
     if not output.exists():
         return False
     try:
-        made = json.loads((output / RECORD).read_text(encoding="utf8"))["recipe"]
+        made = json.loads((output / MADE_FROM).read_text(encoding="utf8"))["recipe"]
     except (OSError, ValueError, KeyError):
         raise RunError(f"output={output} exists already and is not overwritten. Use another folder.") from None
     keys = sorted(key for key in {*made, *asked} if made.get(key) != asked.get(key))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
-from safetensors import SafetensorError
 from transformers.trainer_utils import set_seed
 
 from experiments.build import build
@@ -18,14 +17,14 @@ from experiments.hardware import emulated_bfloat16
 from experiments.progress import Progress
 from experiments.threads import use_threads
 from experiments.train import described, lora_config, quiet_libraries, weights_dtype, weights_folder
-from otb.errors import RunError, unwritable
-from otb.files import whole_folder
+from otb.errors import RunError
 from otb.options import Batches
+from otb.policies.folders import write_policy
 from otb.policies.models import check_lora_targets, load_model, model_facts
 from otb.policies.supervised import Supervision, supervised
 
 
-def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict, record_name: str) -> dict:
+def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict) -> dict:
     """Writes the policy to `output`, whole or not at all, and returns its record with what was measured.
 
     record: what is known already. Raises RunError where data, tokenizer or weights cannot be loaded.
@@ -56,13 +55,7 @@ def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict, recor
         "versions": {name: number for name in PACKAGES if (number := installed(name))},
         "commit": commit(),
     }
-    try:
-        with whole_folder(output) as partial:
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-            (partial / record_name).write_text(json.dumps(record, indent=1) + "\n", encoding="utf8")
-    except (OSError, SafetensorError) as error:
-        raise unwritable(output, error) from error
+    write_policy(output, model, tokenizer, record)
     return record
 
 

@@ -118,3 +118,12 @@ def policy(tokenizer, tmp_path_factory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory):
+    """A real Chromium for the tests of a module (tests/support/browser.py); they skip, or fail in CI, without one."""
+    from tests.support.browser import chromium
+
+    with chromium(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser

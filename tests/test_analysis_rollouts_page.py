@@ -7,7 +7,6 @@ import pytest
 from analysis.rollouts.__main__ import main
 from analysis.runs.token_colours import background
 from tests.support.analysis_runs import REAL_RUNS
-from tests.support.browser import chromium
 from tests.support.rollout_runs import HOSTILE, SETTLED, write_rollout_runs
 
 OTB = "run=otb-n4-seed0&step=40&prompt=0"
@@ -23,12 +22,6 @@ def page(tmp_path_factory):
     return folder / "rollouts.html"
 
 
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
-
-
 @pytest.fixture
 def opened(chrome, page):
     """Opens the page at an address; afterwards it must have been silent, alone, and without an error."""
@@ -38,10 +31,8 @@ def opened(chrome, page):
         chrome.wait(SETTLED)
         return chrome
 
-    chrome.complaints()
-    chrome.requests()
-    yield open_at
-    assert chrome.complaints() == [] and chrome.requests() == []
+    with chrome.silent():
+        yield open_at
 
 
 def token(chrome, rollout: int, t: int, side: int = 0):

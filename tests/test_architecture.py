@@ -21,9 +21,11 @@ LEAF_MAY_IMPORT = {
     "gradient_noise": set(),
     "tasks.grading": {"otb.tasks.grader_process"},
     "policies.tiny_policy": set(),
+    "policies.folders": {"otb.errors", "otb.files"},
     "policies.models": {
         "otb.errors",
         "otb.files",
+        "otb.policies.folders",
         "otb.policies.gguf_files",
         "otb.policies.templates",
         "otb.policies.tiny_policy",

@@ -170,7 +170,7 @@ def test_a_second_command_is_refused_while_the_first_one_writes(policy, tmp_path
 def test_two_processes_draw_what_one_draws(uninterrupted, policy, tmp_path):
     """Three batches: the second process draws the last one for nothing."""
     expected, _ = uninterrupted
-    first, second = commands.run_together(arguments(tmp_path, policy), tmp_path / "log", script="evaluate")
+    first, second = commands.run_two(arguments(tmp_path, policy), tmp_path / "log", script="evaluate")
     assert first[0] == second[0] == 0, first[1] + second[1]
     assert first[1].count("avg@4") == 1 and "avg@4" not in second[1]
     assert_same_samples(the_evaluation(tmp_path), expected)

@@ -109,12 +109,12 @@ def test_gpus_starts_the_processes_by_torchrun(machine, monkeypatch):
 def test_vllm_gets_the_context_that_the_task_needs_and_the_tokens_that_end_a_turn(machine):
     machine(gpus=1, packages=("vllm",))
     cfg = composed("rollouts_by=vllm", "rollouts_by.memory_share=0.4", "task=gsm8k")
-    options = hardware.grpo_options(cfg, longest_prompt=300, stop_token_ids=[7])
+    options = hardware.grpo_options(cfg) | hardware.sampling_limits(cfg, longest_prompt=300, stop_token_ids=[7])
     assert options["vllm_max_model_length"] == 300 + cfg.task.max_completion_length
     assert options["generation_kwargs"] == {"stop_token_ids": [7]}
     assert (options["vllm_mode"], options["vllm_gpu_memory_utilization"]) == ("colocate", 0.4)
-    assert hardware.grpo_options(composed(), 300, [7]) == {}
-    sharding = hardware.grpo_options(composed("parallel=fsdp2"), 300, [7])
+    assert hardware.grpo_options(composed()) == hardware.sampling_limits(composed(), 300, [7]) == {}
+    sharding = hardware.grpo_options(composed("parallel=fsdp2"))
     assert sharding == OmegaConf.to_container(composed("parallel=fsdp2").parallel.trainer)
 
 

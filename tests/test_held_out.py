@@ -117,7 +117,7 @@ class Evaluated(RecordingTrainer):
 
 
 def test_an_evaluation_makes_no_forward_that_only_the_loss_reads(tmp_path, untrained, tokenizer, monkeypatch):
-    """With beta and num_iterations TRL would make two; its options are afterwards what they were."""
+    """TRL would make two with beta and num_iterations; its options are afterwards what they were."""
     options = dict(beta=0.1, num_iterations=2, per_device_eval_batch_size=4)
     trainer = Evaluated(untrained, byte_reward, config(tmp_path, **options), dataset(), processing_class=tokenizer)
     passes = []

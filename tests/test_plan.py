@@ -319,7 +319,7 @@ def test_a_run_is_refused_only_above_the_error_of_the_formulas():
         refuse_if_it_cannot_fit(cfg, 192e9)
 
 
-def test_a_card_is_checked_before_anything_is_loaded_or_submitted():
+def test_a_card_is_checked_before_anything_is_loaded_or_submitted(monkeypatch):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         fits = compose("config", ["model=qwen2.5-0.5b", "task=gsm8k", "card=l4-24gb"])
         large = compose("config", ["model=qwen2.5-7b", "task=gsm8k", "card=l4-24gb"])
@@ -332,6 +332,11 @@ def test_a_card_is_checked_before_anything_is_loaded_or_submitted():
             check(cfg)
     check(fits)
     large.card = None
+    check(large)
+    monkeypatch.setattr("experiments.checks.gpu_memory", lambda: 24e9)  # the GPU that is here
+    with pytest.raises(RunError, match=r"needs \d+ GB a GPU .* the card has 24"):
+        check(large)
+    OmegaConf.update(large, "trainer.use_cpu", True, force_add=True)
     check(large)
 
 

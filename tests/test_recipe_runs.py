@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from otb.records import flatten
-from tests.support.commands import ROOT, rows, run_together, the_run
+from tests.support.commands import ROOT, rows, run_two, the_run
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml") if "card:" in path.read_text())
 # What a CPU and a policy of this size ask for; everything else is the recipe's.
@@ -65,7 +65,7 @@ def test_two_processes_make_two_steps_of_a_recipe(recipe, policy, data, tmp_path
     sources |= {"evaluation.data_dir": data / "sets"} if recipe.startswith("paper") else {}
     changed = MINIATURE | sources | {"model.name": policy, "runs_dir": tmp_path / "runs"}
     given = [f"experiment={recipe}", *(f"{key}={value}" for key, value in changed.items())]
-    for code, output in run_together(given, tmp_path / "log"):
+    for code, output in run_two(given, tmp_path / "log"):
         assert code == 0, output
     run = the_run(tmp_path / "runs")
     first, second = rows(run / "metrics.jsonl")

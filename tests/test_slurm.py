@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -115,15 +116,20 @@ def sweeps(cluster, policy, tmp_path_factory) -> dict:
         (lambda: cancelled.path.name in once.held(), lambda: cluster.command("scancel", job("cancelled")["job"])),
         (lambda: job("ranks")["error"] and not in_queue(cluster, job("ranks")["job"]), send_ranks_again),
     ]
+    disturb_in_turn(disturbances)
+    wait_for(lambda: not cluster.queue(), every=LOOK)
+    commands.join(local)
+    assert local.exitcode == 0, (seen["local"] / "log").read_text()
+    return seen
+
+
+def disturb_in_turn(disturbances: list[tuple[Callable, Callable]]) -> None:
+    """Does each of them, (whether its time has come, what to do), as soon as its time has come."""
     while disturbances:
         wait_for(lambda: any(ready() for ready, _ in disturbances), every=LOOK)
         ready, disturb = next(pair for pair in disturbances if pair[0]())
         disturb()
         disturbances.remove((ready, disturb))
-    wait_for(lambda: not cluster.queue(), every=LOOK)
-    commands.join(local)
-    assert local.exitcode == 0, (seen["local"] / "log").read_text()
-    return seen
 
 
 def start_locally(policy: Path, folder: Path):

@@ -1,4 +1,4 @@
-"""On how many threads a command computes: one for small models, the cores for others, shared by runs side by side."""
+"""A command computes on one thread for small models, on the cores for others; runs side by side share them."""
 
 import os
 import subprocess

@@ -12,6 +12,7 @@ import jinja2
 import numpy as np
 import pandas as pd
 
+from analysis.palette import SCHEME
 from analysis.report.markdown import RUN_COLUMNS, cell_text, markdown
 from analysis.report.overview import INTERVAL, lead, main_part, overview, verdict_rows
 from analysis.report.parts import Drawn, Part
@@ -34,7 +35,7 @@ def write_pages(loaded: Runs, parts: list[Part], out: Path) -> Path:
     template = jinja2.Template((HERE / "page.html.jinja").read_text(encoding="utf8"))
     page = template.render(
         title=f"Report on {loaded.folder.resolve().name}",
-        style=(HERE / "page.css").read_text(encoding="utf8"),
+        style=SCHEME.read_text(encoding="utf8") + (HERE / "page.css").read_text(encoding="utf8"),
         script=(HERE / "page.js").read_text(encoding="utf8"),
         loaded=loaded,
         lead=lead(loaded),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from analysis.palette import LINES
+from analysis.palette import LINES, SCHEME
 from analysis.rollouts.collect import Collection
 from analysis.runs.token_colours import FULL_COLOURS
 from otb.errors import unwritable
@@ -40,7 +40,7 @@ def write_page(collection: Collection, title: str, out: Path) -> Path:
         quantities=list(FULL_COLOURS),
         endings=ENDINGS if has_endings else {},
         key_list=KEYS,
-        style=(HERE / "page.css").read_text(encoding="utf8"),
+        style=SCHEME.read_text(encoding="utf8") + (HERE / "page.css").read_text(encoding="utf8"),
         script="\n".join((HERE / f"{name}.js").read_text(encoding="utf8") for name in SCRIPTS),
         data=in_script(
             {

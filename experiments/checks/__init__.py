@@ -21,7 +21,7 @@ from experiments.checks.model import check_model
 from experiments.checks.target import check_target
 from experiments.checks.trainer import check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
-from experiments.hardware import check_gpus, check_processes, check_this_machine
+from experiments.hardware import check_gpus, check_processes, check_this_machine, gpu_memory
 from experiments.held_out import check_held_out
 from experiments.planning.fit import check_card
 from otb import baselines
@@ -57,12 +57,14 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     _check_baseline(cfg)
     _check_band(cfg)
     check_gpus(cfg)
+    gpu_bytes = None
     if processes is None:
         processes = int(os.environ.get("WORLD_SIZE", 1))
         check_this_machine(cfg)
+        gpu_bytes = None if cfg.trainer.get("use_cpu") else gpu_memory()
     _check_batches(cfg, processes)
     check_processes(cfg, processes)
-    check_card(cfg, processes)
+    check_card(cfg, processes, gpu_bytes)
 
 
 def check_policy_and_task(cfg: DictConfig) -> None:

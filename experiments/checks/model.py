@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.build import is_tiny
 from experiments.command_line import CONF, near_miss
 from experiments.fields import dataclass_fields
 from experiments.threads import SMALL
@@ -49,7 +50,7 @@ def check_model(cfg: DictConfig) -> None:
 def _check_tiny(cfg: DictConfig) -> None:
     """Refuses the tiny policy's settings for a policy that is not of its size: at 3e-4 it would be destroyed."""
     name = str(cfg.model.name)
-    if name == "tiny" or "warm_start" not in cfg.model:  # the key of conf/model/tiny.yaml alone
+    if name == "tiny" or not is_tiny(cfg.model):
         return
     config = Path(name).expanduser() / "config.json"
     try:
@@ -74,7 +75,7 @@ def _check_gguf(cfg: DictConfig) -> None:
                 f"model.gguf_file={files[0]}."
             )
         return
-    if name == "tiny" or "warm_start" in cfg.model:  # the key of conf/model/tiny.yaml alone
+    if name == "tiny" or is_tiny(cfg.model):
         raise RunError(
             f"model.gguf_file={file} of model.name={name} would be read with the settings of model=tiny. Use model=hub "
             "model.name=FOLDER_OR_HUB_ID, where the file is."

@@ -1,7 +1,7 @@
 """Whether a run fits the memory of its GPUs, from its configuration, before anything is loaded or submitted.
 
-Called by experiments/plan.py, by experiments/checks/ for every run and every run of a sweep (`card=`), and by
-experiments/train.py for the GPU that it finds. Imports no torch.
+Called by experiments/plan.py, and by experiments/checks/ for every run: by `card=`, else by the GPU that is here.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ BYTES = {"float32": 4, "bfloat16": 2}
 SERVER_SHARE = 0.9  # of a GPU's memory, the default of `trl vllm-serve`
 
 
-def check_card(cfg: DictConfig, processes: int | None = None) -> None:
-    """Raises RunError for a `card` that conf/plan.yaml does not know, or that the run cannot fit; null says nothing."""
+def check_card(cfg: DictConfig, processes: int | None = None, found: float | None = None) -> None:
+    """Raises RunError for a `card` that conf/plan.yaml does not know, or that the run cannot fit.
+
+    found: bytes of the GPU here, which counts where `card` is null; None where the run is not for this machine.
+    """
     if cfg.card is None:
+        if found is not None:
+            refuse_if_it_cannot_fit(cfg, found, processes)
         return
     cards = OmegaConf.load(ASSUMPTIONS).cards
     if cfg.card not in cards:

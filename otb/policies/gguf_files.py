@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 from pathlib import Path
 
 import torch
 from filelock import FileLock
 from huggingface_hub import hf_hub_download
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from otb.errors import first_line, unwritable
-from otb.files import sha256_of, whole_folder
+from otb.errors import first_line
+from otb.files import sha256_of
+from otb.policies.folders import write_policy
 from otb.policies.warm_start import default_cache_dir
-
-MADE_FROM = "made_from.json"  # in a folder of weights that was made here: of what, and how
 
 
 def unpacked(name: str, revision: str | None, gguf_file: str) -> Path:
@@ -46,13 +43,7 @@ def unpacked(name: str, revision: str | None, gguf_file: str) -> Path:
             except Exception as error:  # transformers' readers raise whatever a damaged file leads them to
                 raise ValueError(f"{type(error).__name__}: {first_line(error)}") from error
             record = {"model": name, "revision": revision, "gguf_file": gguf_file, "sha256": digest}
-            try:
-                with whole_folder(unpacked) as partial:
-                    model.save_pretrained(partial)
-                    tokenizer.save_pretrained(partial)
-                    (partial / MADE_FROM).write_text(json.dumps(record, indent=1) + "\n", encoding="utf8")
-            except (OSError, SafetensorError) as error:
-                raise unwritable(unpacked, error) from error
+            write_policy(unpacked, model, tokenizer, record)
     return unpacked
 
 

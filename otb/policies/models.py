@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from otb.errors import RunError, first_line, unwritable
 from otb.files import sha256_of
-from otb.policies.gguf_files import MADE_FROM, unpacked
+from otb.policies.folders import MADE_FROM
+from otb.policies.gguf_files import unpacked
 from otb.policies.templates import set_chat_template, stop_at_end_of_turn
 from otb.policies.tiny_policy import build_tokenizer, model_config
 from otb.policies.warm_start import WarmStart, default_cache_dir, warm_start

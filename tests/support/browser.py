@@ -81,6 +81,14 @@ class Browser:
         """Waits until a script returns something true."""
         wait_for(lambda: self.js(script, *arguments), every=0.02)
 
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Whatever is done meanwhile must ask nothing of a network and leave the console empty."""
+        self.complaints()
+        self.requests()
+        yield
+        assert self.complaints() == [] and self.requests() == []
+
     def find(self, selector: str):
         return self.window.find_element("css selector", selector)
 

@@ -5,6 +5,7 @@ They are forked from a server that has imported torch.
 The imports cost seconds, and a test that kills a run twenty times would pay them twenty times.
 """
 
+import ast
 import atexit
 import ctypes
 import importlib
@@ -41,7 +42,7 @@ PRELOAD = [
     "tests.support.parity_task",
     "tests.support.commands",
 ]
-HEAVY = {"torch", "transformers", "trl", "pandas", "matplotlib"}  # a second and more each
+HEAVY = {"torch", "transformers", "trl", "pandas", "matplotlib", "scipy", "pyarrow", "jinja2"}  # up to seconds each
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
 
@@ -90,24 +91,29 @@ def start(
     return process
 
 
-def run_together(given: list[str], log: Path, processes: int = 2, **options) -> list[tuple[int, str]]:
-    """The command by several processes that train one run, as torchrun starts them -> exit code and output of each.
+def start_two(
+    given: list[str], log: Path, killed_after: dict[int, float] | None = None, **options
+) -> list[multiprocessing.Process]:
+    """The command by two processes that train one run, as torchrun starts them; rank r prints into LOG.r.
 
-    Rank r prints into `log` with the suffix `.r`.
+    killed_after: rank -> `cpu_seconds` of `start`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for size in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        group[size] = str(processes)
-    logs = [Path(f"{log}.{rank}") for rank in range(processes)]
-    started = [
-        start(given, each, **options, **group, RANK=str(rank), LOCAL_RANK=str(rank)) for rank, each in enumerate(logs)
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    killed_after = killed_after or {}
+    return [
+        start(given, Path(f"{log}.{rank}"), cpu_seconds=killed_after.get(rank), **options, **group, **names)
+        for rank, names in enumerate({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1))
     ]
+
+
+def run_two(given: list[str], log: Path, **options) -> list[tuple[int, str]]:
+    """`start_two` to the end -> exit code and output of each process."""
+    started = start_two(given, log, **options)
     for process in started:
         join(process)
-    return [(process.exitcode, each.read_text()) for process, each in zip(started, logs, strict=True)]
+    return [(process.exitcode, Path(f"{log}.{rank}").read_text()) for rank, process in enumerate(started)]
 
 
 def run(given: list[str], log: Path, **options) -> tuple[int, str]:
@@ -164,6 +170,15 @@ def run_light(given: list[str], cwd: Path = ROOT, script: str = "run", **environ
     assert not modules & HEAVY, modules & HEAVY
     done.stderr = "".join(line for line in lines if line not in imports)
     return done
+
+
+def help_of(module: str) -> str:
+    """What `python -m MODULE --help` prints. Raises AssertionError where it imports a library of HEAVY, or fails."""
+    code = f"import sys; from {module}.__main__ import main\ntry: main(['--help'])\nfinally: print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    printed, modules = done.stdout.rstrip().rsplit("\n", 1)
+    assert done.returncode == 0 and not HEAVY & set(ast.literal_eval(modules)), done.stdout + done.stderr
+    return printed
 
 
 def _command(script: str, given: list[str], log: str, *, limit, cpu_seconds, quick, environment) -> None:

@@ -1,7 +1,6 @@
 """The two processes of one sharded run: forked from a server that has imported torch, or started by torchrun."""
 
 import os
-import socket
 import subprocess
 from pathlib import Path
 
@@ -32,7 +31,7 @@ class Ranks:
         self.log = log
         variables = {SHARDED: kind, CPU_SECONDS: f"{log}.cpu_seconds"} | environment
         if python is None:
-            self.processes = forked(given, log, killed_after, variables)
+            self.processes = commands.start_two(given, log, killed_after, **variables)
         else:
             self.processes = [started(python, module, given, log, variables)]
 
@@ -61,28 +60,9 @@ class Ranks:
         return "".join(file.read_text() for file in sorted(self.log.parent.glob(f"{self.log.name}*")))
 
 
-def forked(given, log, killed_after, variables) -> list:
-    port = str(free_port())
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        commands.start(
-            given,
-            Path(f"{log}.{rank}"),
-            cpu_seconds=(killed_after or {}).get(rank),
-            **(variables | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
-        )
-        for rank in (0, 1)
-    ]
-
-
 def started(python, module, given, log, variables) -> subprocess.Popen:
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", f"tests.support.{module}", *given]
     variables = os.environ | {"PYTHONPATH": str(commands.ROOT)} | variables
     with open(log, "ab") as output:
         return subprocess.Popen(command, cwd=commands.ROOT, env=variables, stdout=output, stderr=output)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Pictures of a page of rollouts, to be looked at: `python -m tests.support.screenshots PAGE FOLDER [FRAGMENT]`."""
+"""Pictures of a report or a page of rollouts: `python -m tests.support.screenshots PAGE FOLDER [FRAGMENT]`."""
 
 import sys
 import tempfile
@@ -17,7 +17,8 @@ def screenshots(page: Path, folder: Path, fragment: str = "") -> None:
         for width, height in WIDTHS.items():
             for dark in (False, True):
                 browser.open(page.resolve(), fragment, width, height, dark)
-                browser.wait(SETTLED)
+                if browser.js("return typeof views !== 'undefined'"):  # a page of rollouts fills itself
+                    browser.wait(SETTLED)
                 browser.window.save_screenshot(str(folder / f"{width}-{'dark' if dark else 'light'}.png"))
         for complaint in browser.complaints():
             print(complaint)

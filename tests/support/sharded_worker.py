@@ -65,7 +65,7 @@ def train(policy: str, output: Path, name: str, options: dict) -> None:
 
 
 def dtypes_of_sums(trainer) -> set[torch.dtype]:
-    """In which gradients are summed, over processes and over the forwards of a step."""
+    """Returns the dtype in which gradients are summed, over processes and over the forwards of a step."""
     if trainer.deepspeed is not None:
         return {trainer.deepspeed.communication_data_type, trainer.deepspeed.optimizer.gradient_accumulation_dtype}
     held = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
