@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
@@ -57,6 +57,7 @@ class LocalSweep:
         parallel: runs at a time; None for one per GPU, or per core where there is no GPU.
         max_restarts: of a run that is killed, in a row without a new checkpoint.
         gpus_per_run: GPUs that one run trains on; it starts its own processes.
+        ended: called with the job of each run that ends well, as soon as it does.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class LocalSweep:
         max_restarts: int,
         overwrite: bool,
         gpus_per_run: int = 1,
+        ended: Callable[[Job], None] | None = None,
     ):
-        self.folder, self.jobs, self.max_restarts = folder, jobs, max_restarts
+        self.folder, self.jobs, self.max_restarts, self.ended = folder, jobs, max_restarts, ended
         names = visible_gpus()
         whole = range(0, len(names) - gpus_per_run + 1, gpus_per_run)
         gpus = [",".join(names[first : first + gpus_per_run]) for first in whole]  # of one run each
@@ -125,6 +127,8 @@ class LocalSweep:
         _, job, gpu, position = self.running.pop(process.pid)
         self.free.append(gpu)
         if process.returncode == 0:
+            if self.ended is not None:
+                self.ended(job)
             return
         log = self.logs / f"{job.number:05d}.log"
         job.error = reason_in(log.read_bytes()[position:].decode(errors="replace"))

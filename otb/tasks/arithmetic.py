@@ -81,8 +81,21 @@ class Arithmetic:
         noise scales the rate of slips: at 0 all are right, at 1 about two thirds.
         """
         draw = random.Random(f"demonstrate {seed} {noise}")
-        problems = itertools.islice(_problems("demonstrate", draw), n)
+        problems = itertools.islice(self._problems("demonstrate", draw), n)
         return [[*self._prompt(p), *self._demonstrate(p, draw, noise)] for p in problems]
+
+    def _problems(self, use: str, draw: random.Random) -> Iterator[str]:
+        """Yields random problems of one use without end."""
+        while True:
+            terms = draw.randint(*TERMS)
+            signs = [draw.choice("+-") for _ in range(terms - 1)]
+            problem = "".join([str(draw.randint(1, 9)), *(sign + str(draw.randint(1, 9)) for sign in signs)])
+            totals = running_totals(problem)
+            if min(totals) >= 0 and max(totals) <= LARGEST_TOTAL and is_for(use, problem):
+                yield problem
+
+    def _answer(self, problem: str) -> int:
+        return running_totals(problem)[-1]
 
     def _demonstrate(self, problem: str, draw: random.Random, noise: float) -> list[dict]:
         """Returns the messages after the prompt; a pure function of its arguments and the state of `draw`."""
@@ -96,11 +109,11 @@ class Arithmetic:
         from datasets import Dataset
 
         distinct: dict[str, None] = {}
-        for problem in _problems(use, random.Random(f"{use} {self.seed}")):
+        for problem in self._problems(use, random.Random(f"{use} {self.seed}")):
             distinct[problem] = None
             if len(distinct) == count:
                 break
-        return Dataset.from_list([{"prompt": self._prompt(p), "answer": str(running_totals(p)[-1])} for p in distinct])
+        return Dataset.from_list([{"prompt": self._prompt(p), "answer": str(self._answer(p))} for p in distinct])
 
 
 def boxed_integer(completion: list) -> int | None:
@@ -119,17 +132,9 @@ def running_totals(problem: str) -> list[int]:
     return totals
 
 
-def _problems(use: str, draw: random.Random) -> Iterator[str]:
-    """Yields random problems of one use without end. A problem's use follows from its digest alone."""
-    while True:
-        terms = draw.randint(*TERMS)
-        signs = [draw.choice("+-") for _ in range(terms - 1)]
-        problem = "".join([str(draw.randint(1, 9)), *(sign + str(draw.randint(1, 9)) for sign in signs)])
-        totals = running_totals(problem)
-        if min(totals) < 0 or max(totals) > LARGEST_TOTAL:
-            continue
-        if hashlib.sha256(problem.encode()).digest()[0] % 8 in USES[use]:
-            yield problem
+def is_for(use: str, problem: str) -> bool:
+    """Says whether a problem belongs to a use of `USES`, which follows from its digest alone."""
+    return hashlib.sha256(problem.encode()).digest()[0] % 8 in USES[use]
 
 
 def _solve(problem: str, draw: random.Random, noise: float) -> str:

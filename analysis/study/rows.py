@@ -1,0 +1,130 @@
+"""Keeps one row per finished run of the study, and makes tables of these rows that every figure of analysis/ takes.
+
+A row's key is a digest of the run's configuration, so that a command can tell what has been run, on any machine. The
+curves of a run lie in cells, numbers with blanks between them. `python -m analysis.study collect RUNS` adds the rows of
+runs that were made elsewhere, on a cluster say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from filelock import FileLock
+
+from analysis.arms import arm_name, label, shipped_baselines
+from analysis.runs.read_run import find_runs, read_run
+from analysis.runs.rows import flat_cells
+from otb.files import whole
+from otb.records import WHERE_AND_HOW, is_as_before, is_one_of
+
+EVALUATED = ("evaluation_accuracy", "evaluation_own_tokens_total", "evaluation_response_length_mean")
+EVERY_STEP = ("own_tokens_total", "accuracy", "gradient_norm", "response_length_mean", "truncated")
+TIMES = ("seconds_step", "seconds_sampling", "seconds_advantages", "seconds_loss")  # of a run: medians over its steps
+FACTS = ("key", "task", "baseline", "group_size", "prompts_per_step", "learning_rate", "seed", "steps", "overrides")
+MADE = ("outcome", "libraries", "commit", "device")
+# What read_run notes of a run beside its configuration.
+NOTES = ("run", "kind", "outcome", "error", "last_step", "version", "libraries", "commit", "device", "damaged_lines")
+DIGITS = 5
+ENDED = ("finished", "diverged")
+
+
+def key_of(config: dict) -> str:
+    """Returns 12 hexadecimal digits of what a run computes. config: resolved, nested or with dotted keys."""
+    flat = flat_cells(config)
+    names = [name for name in flat if not is_one_of(name, (*WHERE_AND_HOW, "hydra")) or name == "steps"]
+    identity = {name: flat[name] for name in sorted(names) if not is_as_before(name, flat[name])}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def row_of(run: Path, overrides: str = "") -> dict | None:
+    """Returns the row of a run directory; None where the run has not ended.
+
+    overrides: what its command says beside arm, group size, seed and task, such as `learning_rate=1e-3`.
+    """
+    record = read_run(run, run.name)
+    facts = record.facts
+    if facts["outcome"] not in ENDED:
+        return None
+    config = {name: value for name, value in facts.items() if name not in NOTES}
+    steps, evaluations = record.steps.to_pandas(), record.evaluations.to_pandas()
+    facts |= {
+        "key": key_of(config),
+        "task": str(facts["task._target_"]).rsplit(".", 2)[-2],
+        "baseline": arm_name(facts, shipped_baselines()),
+        "overrides": overrides,
+    }
+    row = {name: facts[name] for name in (*FACTS, *MADE)}
+    row |= {name: rounded(steps[name].median()) if name in steps else "" for name in TIMES}
+    row["evaluation_step"] = joined(evaluations["step"])
+    row |= {name: joined(evaluations[name]) for name in EVALUATED}
+    return row | {name: joined(steps[name]) if name in steps else "" for name in EVERY_STEP}
+
+
+def joined(values: pd.Series) -> str:
+    """Returns numbers as the text of a cell."""
+    return " ".join(rounded(value) for value in values)
+
+
+def rounded(value: float) -> str:
+    """Returns a number with `DIGITS` significant digits, whole numbers whole."""
+    return str(int(value)) if float(value).is_integer() else f"{value:.{DIGITS}g}"
+
+
+def numbers(cell: str) -> np.ndarray:
+    """Returns the numbers of a cell."""
+    return np.array(str(cell).split(), float)
+
+
+def keys_in(file: Path) -> set[str]:
+    """Returns the keys of a file of rows; none where there is no file."""
+    return set(read(file).key) if file.exists() else set()
+
+
+def read(file: Path) -> pd.DataFrame:
+    """Returns the rows of a file; cells of curves are text."""
+    curves = ("evaluation_step", *EVALUATED, *EVERY_STEP)
+    return pd.read_csv(file, dtype={"key": str, "overrides": str, **dict.fromkeys(curves, str)}, keep_default_na=False)
+
+
+def add(rows: list[dict], file: Path) -> int:
+    """Adds the rows whose keys a file lacks, whole or not at all, sorted; returns how many were new."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_name(f".{file.name}.lock")):
+        known = keys_in(file)
+        new = {row["key"]: row for row in rows if row["key"] not in known}
+        if new:
+            frame = pd.DataFrame(list(new.values()))
+            if known:
+                frame = pd.concat([read(file), frame.astype(object)])
+            frame = frame.sort_values(["task", "overrides", "baseline", "group_size", "learning_rate", "seed"])
+            with whole(file) as aside:
+                frame.to_csv(aside, index=False)
+    return len(new)
+
+
+def collect(folder: Path, keys: set[str], file: Path, overrides: str = "") -> int:
+    """Adds the ended runs below `folder` whose keys are among `keys`; returns how many were new."""
+    rows = [row for run in find_runs(folder) if (row := row_of(run, overrides)) is not None]
+    return add([row for row in rows if row["key"] in keys], file)
+
+
+def steps_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row per run and step, as `analysis.runs.load.load` does; the setting is the task alone.
+
+    Learning rates, tuned per arm, and batches may differ within it: who compares arms picks the rows.
+    """
+    tables = []
+    for row in rows.to_dict("records"):
+        evaluated = pd.DataFrame({name: numbers(row[name]) for name in EVALUATED})
+        evaluated.insert(0, "step", numbers(row["evaluation_step"]))
+        curves = pd.DataFrame({name: pd.Series(numbers(row[name])) for name in EVERY_STEP if row[name]})
+        curves.insert(0, "step", np.arange(1, len(curves) + 1, dtype=float))
+        table = curves.merge(evaluated, on="step", how="outer").sort_values("step", ignore_index=True)
+        facts = {name: row[name] for name in ("baseline", "group_size", "seed", "outcome", "learning_rate")}
+        arm = label(row["baseline"], row["group_size"])
+        tables.append(table.assign(run=row["key"], arm=arm, setting=row["task"], kind="otb", **facts))
+    return pd.concat(tables, ignore_index=True)

@@ -1,0 +1,103 @@
+"""Runs what no committed row of the study covers yet: the recipes conf/experiment/claim_*.yaml, one after the other.
+
+python experiments/study.py                         # every recipe, on all cores
+python experiments/study.py claim_rates --seeds 2   # one recipe, the first two of its seeds
+Each run that ends adds its row to docs/study/rows/RECIPE.csv at once; a killed run goes on where it was. On a cluster:
+`python experiments/run.py -m experiment=claim_... hydra/launcher=slurm runs_dir=RUNS`, then `--collect RUNS` here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from analysis.study import rows
+from experiments.command_line import CONF, exit_codes
+from experiments.sweeps.jobs import Job, save_jobs
+from experiments.sweeps.local import LocalSweep, check_parallel
+from experiments.sweeps.plan import Composer, folder_of, plan
+from hydra_plugins.otb_launchers import Sweeper
+from otb.errors import RunError
+
+ROWS = CONF.parent / "docs" / "study" / "rows"
+RUNS = "runs/study"
+RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
+RECIPES = ("claim_rates",)  # in the order in which they are run
+
+
+def study(recipes: list[str], seeds: int | None, parallel: int | None, made: Path | None, folder: Path) -> None:
+    """Runs what the rows in `folder` lack of each recipe. Raises RunError.
+
+    seeds: of each arm, the first so many; None for all. made: a folder of runs whose rows are added; nothing is run.
+    """
+    check_parallel(parallel)
+    for recipe in recipes:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            own = [f"experiment={recipe}", f"runs_dir={RUNS}", f"hydra.sweep.dir={RUNS}/sweep-{recipe}"]
+            sweep = loader.load_configuration("config", own, RunMode.MULTIRUN)
+            composer, runs = Composer(loader, sweep), runs_of(sweep, recipe, seeds)
+            keys = {rows.key_of(OmegaConf.to_container(composer.compose(run), resolve=True)): run for run in runs}
+            file = folder / f"{recipe}.csv"
+            for runs_dir in filter(Path.exists, [made or Path(RUNS)]):
+                rows.collect(runs_dir, set(keys), file)
+            missing = [run for key, run in keys.items() if key not in rows.keys_in(file)]
+            print(f"{recipe}: {len(keys)} runs, {len(keys) - len(missing)} of them have a row", flush=True)
+            if made is None and missing:
+                jobs = plan(loader, sweep, missing, processes=1)
+
+                def keep_row(job: Job, file: Path = file, keys: set[str] = frozenset(keys)) -> None:
+                    rows.collect(Path(job.run), keys, file)
+
+                folder_of_sweep = new_folder_of(sweep)
+                save_jobs(folder_of_sweep, jobs)
+                LocalSweep(folder_of_sweep, jobs, parallel, RESTARTS, overwrite=False, ended=keep_row).run()
+
+
+def new_folder_of(sweep: DictConfig) -> Path:
+    """Returns the folder of a sweep without the job files of an earlier start, which missed other runs."""
+    folder = folder_of(sweep)
+    for file in folder.glob("job-*.json"):
+        file.unlink()
+    return folder
+
+
+def runs_of(sweep: DictConfig, recipe: str, seeds: int | None) -> list[list[str]]:
+    """Returns the overrides of each run of a recipe, seed by seed, so that what is there at any moment is balanced."""
+    params = OmegaConf.to_container(sweep.hydra.sweeper.params)
+    overrides = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in params.items()])
+    (batch,) = Sweeper.split_arguments(overrides, None)
+
+    def seed_of(run: list[str]) -> int:
+        return next(int(override.partition("=")[2]) for override in run if override.startswith("seed="))
+
+    of_seeds = sorted({seed_of(run) for run in batch})[:seeds]
+    chosen = [run for run in batch if seed_of(run) in of_seeds]
+    return [[f"experiment={recipe}", f"runs_dir={RUNS}", *run] for run in sorted(chosen, key=seed_of)]
+
+
+def command_line(arguments: list[str]) -> None:
+    """Runs `python experiments/study.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
+    parser = argparse.ArgumentParser(prog="python experiments/study.py", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)}; none: all")
+    parser.add_argument("--seeds", type=int, help="of each arm the first so many alone: wide intervals, soon")
+    parser.add_argument("--parallel", type=int, help="runs at a time; by default one per core")
+    parser.add_argument("--collect", type=Path, metavar="RUNS", help="add the rows of these runs; run nothing")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="folder of the csv files")
+    options = parser.parse_args(arguments)
+    with exit_codes(after_stop="goes on with what has no row yet"):
+        for recipe in options.recipes:
+            if recipe not in RECIPES:
+                raise RunError(f"{recipe} is no recipe of the study. Known: {', '.join(RECIPES)}.")
+        study(options.recipes or list(RECIPES), options.seeds, options.parallel, options.collect, options.rows)
+
+
+if __name__ == "__main__":
+    command_line(sys.argv[1:])
