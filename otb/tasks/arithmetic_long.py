@@ -1,10 +1,10 @@
-"""Sums of 10 to 16 lettered terms, added up, checked in the reverse order and redone: long responses. Offline.
+"""Sums of 10 to 16 lettered digits, added up, checked in the reverse order and redone: long responses. Offline.
 
-`a7 b4 c9 ...` is added up term by term (`b4=11, c9=20, `). A demonstrator goes through the terms carefully or
-carelessly, and slips now and then; some slips he notices at once (`no c9=20, `). After the first pass he usually checks
-the total from the last term backwards, and while two totals in a row differ he redoes the sum, until he has had enough.
-So a mistake can be made, noticed and repaired at every stage: the chance to end right moves along the response, and
-responses that go wrong are the longest. A policy warm-started on that is right about half the time.
+`a3 b1 c5 ...` is added up term by term (`b1=4, c5=9, `). A demonstrator goes through the terms carefully or carelessly,
+and slips now and then; some slips he notices at once (`no c5=9, `). After the first pass he usually checks the total
+from the last term backwards, and while two totals in a row differ he redoes the sum, until he has had enough. So a
+mistake can be made, noticed and repaired at every stage: the chance to end right moves along the response, which is the
+longer the more often it was redone. A policy warm-started on that is right about half the time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from otb.tasks.arithmetic import Arithmetic, is_for, near
 
 LETTERS = "abcdefghijklmnop"
 TERMS = (10, 16)
-LARGEST_DIGIT = 9
-LARGEST_TOTAL = 99
+LARGEST_DIGIT = 5  # with nine the tiny policy needs twice the warm start to add up
 CARELESS_SHARE = 0.5  # of passes
-SLIP_RATES = {"careful": 0.005, "careless": 0.06}  # per step
+SLIP_RATES = {"careful": 0.005, "careless": 0.10}  # per step
 NOTICE_RATE = 0.3  # of slips, at once
 CHECK_RATE = 0.9  # whether the first total is checked at all
 REDO_RATE = 0.75  # whether totals that differ are followed by another pass
 MOST_PASSES = 5
+Terms = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class ArithmeticLong(Arithmetic):
-    """A task of sums of 10 to 16 digits, whose solutions take 50 to 400 own tokens.
+    """A task of sums of 10 to 16 digits, whose solutions take 50 to 450 own tokens.
 
     Everything as in `Arithmetic`.
     """
@@ -42,51 +42,64 @@ class ArithmeticLong(Arithmetic):
 
     def _problems(self, use: str, draw: random.Random) -> Iterator[str]:
         while True:
-            digits = [draw.randint(1, LARGEST_DIGIT) for _ in range(draw.randint(*TERMS))]
-            problem = " ".join(f"{letter}{digit}" for letter, digit in zip(LETTERS, digits, strict=False))
-            if sum(digits) > LARGEST_TOTAL:
-                continue
+            count = draw.randint(*TERMS)
+            problem = " ".join(f"{letter}{draw.randint(1, LARGEST_DIGIT)}" for letter in LETTERS[:count])
             if is_for(use, problem):
                 yield problem
 
     def _answer(self, problem: str) -> int:
-        return sum(digits_of(problem).values())
+        return sum(digit for _, digit in terms_of(problem))
 
     def _demonstrate(self, problem: str, draw: random.Random, noise: float) -> list[dict]:
-        return [{"role": "assistant", "content": _solve(digits_of(problem), draw, noise)}]
+        return Demonstrator(draw, noise).solve(terms_of(problem))
 
 
-def digits_of(problem: str) -> dict[str, int]:
-    """Returns letter -> digit of a problem: 'a7 b4' -> {'a': 7, 'b': 4}."""
-    return {letter: int(digit) for letter, digit in re.findall(r"([a-p])(\d)", problem)}
+def terms_of(problem: str) -> Terms:
+    """Returns the letters and digits of a problem: 'a3 b1' -> [('a', 3), ('b', 1)]."""
+    return [(letter, int(digit)) for letter, digit in re.findall(r"([a-p])(\d)", problem)]
 
 
-def _solve(terms: dict[str, int], draw: random.Random, noise: float) -> str:
-    """Returns one solution; a pure function of the problem, the noise and the state of `draw`."""
-    total, text = _add_up(terms, draw, noise)
-    text = f"first {text}total {total}. "
-    forwards, passes, checked = True, 1, draw.random() < CHECK_RATE
-    while checked:
-        before, forwards, passes = total, not forwards, passes + 1
-        order = terms if forwards else dict(reversed(terms.items()))
-        total, again = _add_up(order, draw, noise)
-        text += f"{'check ' if passes == 2 else 'redo '}{again}total {total}. "
-        checked = total != before and passes < MOST_PASSES and draw.random() < REDO_RATE
-        if checked:
-            text += "no "
-    return f"{text}\\boxed{{{total}}}"
+class Demonstrator:
+    """Solves one problem in words; what it says follows from the problem, the noise and the state of `draw`."""
 
+    def __init__(self, draw: random.Random, noise: float):
+        self.draw, self.noise, self.text = draw, noise, ""
 
-def _add_up(terms: dict[str, int], draw: random.Random, noise: float) -> tuple[int, str]:
-    """Goes through the terms once. Returns the total that it comes to and the text."""
-    rate = SLIP_RATES["careless" if draw.random() < CARELESS_SHARE * noise else "careful"]
-    total, text = 0, ""
-    for letter, digit in terms.items():
+    def solve(self, terms: Terms) -> list[dict]:
+        """Returns the messages of a solution."""
+        self.text += "first "
+        total, passes = self.add_up(terms), 1
+        checked = self.draw.random() < CHECK_RATE
+        while checked:
+            before, passes = total, passes + 1
+            self.text += "check " if passes == 2 else "redo "
+            total = self.add_up(terms if passes % 2 else terms[::-1])
+            checked = total != before and passes < MOST_PASSES and self.draw.random() < REDO_RATE
+            self.text += "no " if checked else ""
+        return self.messages(f"{self.text}\\boxed{{{total}}}")
+
+    def messages(self, last: str) -> list[dict]:
+        """Returns what was said. last: text of the last message."""
+        return [{"role": "assistant", "content": last}]
+
+    def add_up(self, terms: Terms) -> int:
+        """Goes through the terms once and returns the total that it comes to."""
+        careless = self.draw.random() < CARELESS_SHARE * self.noise
+        rate = SLIP_RATES["careless" if careless else "careful"]
+        total, left = 0, terms
+        while left:
+            total, left = self.go_on(total, left, rate)
+        self.text += f"total {total}. "
+        return total
+
+    def go_on(self, total: int, left: Terms, rate: float) -> tuple[int, Terms]:
+        """Adds the next term in the head and returns (total, terms left). rate: of slips, save at the first term."""
+        (letter, digit), *rest = left
         right = total + digit
-        slipped = bool(text) and draw.random() < rate
-        total = max(0, near(right, draw)) if slipped else right
-        text += f"{letter}{digit}={total}, "
-        if slipped and draw.random() < NOTICE_RATE:
+        slipped = total > 0 and self.draw.random() < rate
+        total = max(1, near(right, self.draw)) if slipped else right
+        self.text += f"{letter}{digit}={total}, "
+        if slipped and self.draw.random() < NOTICE_RATE:
             total = right
-            text += f"no {letter}{digit}={total}, "
-    return total, text
+            self.text += f"no {letter}{digit}={total}, "
+        return total, rest

@@ -1,0 +1,77 @@
+"""The sums of `arithmetic_long` with Python as a tool, which takes over a few terms now and then: long, several turns.
+
+A call adds three to five terms to the total so far and goes on from what it prints. It does not slip, but terms are
+mistyped; so checking pays with tools as well. A policy warm-started on that is right about half the time. Offline.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from otb.tasks.arithmetic_long import LARGEST_DIGIT, ArithmeticLong, Demonstrator, Terms, terms_of
+from otb.tasks.python_tool import MIN_TURNS, PythonTool
+
+CALL_RATE = 0.06  # per step
+TERMS_OF_A_CALL = (3, 5)
+MISTYPE_RATE = 0.15  # per call
+
+
+@dataclass(frozen=True)
+class ArithmeticLongTools(ArithmeticLong):
+    """The problems of `ArithmeticLong` with a Python tool.
+
+    max_completion_length: own and tool tokens together. max_turns: assistant turns; the last one can only answer.
+    Everything else as in `Arithmetic`.
+    """
+
+    eval_prompts: int = 64
+    max_completion_length: int = 512
+    max_turns: int = 6
+
+    name: ClassVar[str] = "arithmetic_long_tools"
+    environment: ClassVar[type | None] = PythonTool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_turns < MIN_TURNS:
+            raise ValueError(f"max_turns={self.max_turns} must be at least {MIN_TURNS}. Try max_turns=6.")
+
+    def demonstrations(self, seed: int, n: int, noise: float = 1.0) -> list[list[dict]]:
+        """Returns demonstrations as `Arithmetic` does, with a notice of tools in front and Python's replies between."""
+        tools = {"role": "system", "content": "<tools>"}
+        return [[tools, *chat] for chat in super().demonstrations(seed, n, noise)]
+
+    def _demonstrate(self, problem: str, draw: random.Random, noise: float) -> list[dict]:
+        return ToolDemonstrator(draw, noise).solve(terms_of(problem))
+
+
+class ToolDemonstrator(Demonstrator):
+    """Solves one problem partly in the head, partly by calls of Python."""
+
+    MOST_CALLS = 4  # below the turns that a rollout has by default
+
+    def __init__(self, draw: random.Random, noise: float):
+        super().__init__(draw, noise)
+        self.said: list[dict] = []
+
+    def messages(self, last: str) -> list[dict]:
+        """Returns what was said, called and replied."""
+        return [*self.said, *super().messages(last)]
+
+    def go_on(self, total: int, left: Terms, rate: float) -> tuple[int, Terms]:
+        """Adds a few terms by a call, else the next one in the head. Returns (total, terms left)."""
+        may_call = total > 0 and len(left) >= TERMS_OF_A_CALL[0] and len(self.said) < 2 * self.MOST_CALLS
+        if not may_call or self.draw.random() > CALL_RATE:
+            return super().go_on(total, left, rate)
+        count = min(self.draw.randint(*TERMS_OF_A_CALL), len(left))
+        digits = [digit for _, digit in left[:count]]
+        if self.draw.random() < MISTYPE_RATE * self.noise:
+            digits[self.draw.randrange(count)] = self.draw.randint(1, LARGEST_DIGIT)
+        function = {"name": "python", "arguments": {"code": f"print({'+'.join(map(str, [total, *digits]))})"}}
+        total += sum(digits)
+        called = {"role": "assistant", "content": self.text, "tool_calls": [{"type": "function", "function": function}]}
+        self.said += [called, {"role": "tool", "name": "python", "content": str(total)}]
+        self.text = ""
+        return total, left[count:]
