@@ -18,8 +18,7 @@ from filelock import FileLock
 from analysis.arms import arm_name, label, shipped_baselines
 from analysis.runs.read_run import find_runs, read_run
 from analysis.runs.rows import flat_cells
-from otb.files import whole
-from otb.records import WHERE_AND_HOW, is_as_before, is_one_of
+from otb.records import WHERE_AND_HOW, is_as_before, is_one_of, write_atomically
 
 EVALUATED = ("evaluation_accuracy", "evaluation_own_tokens_total", "evaluation_response_length_mean")
 EVERY_STEP = ("own_tokens_total", "accuracy", "gradient_norm", "response_length_mean", "truncated")
@@ -101,8 +100,7 @@ def add(rows: list[dict], file: Path) -> int:
             if known:
                 frame = pd.concat([read(file), frame.astype(object)])
             frame = frame.sort_values(["task", "overrides", "baseline", "group_size", "learning_rate", "seed"])
-            with whole(file) as aside:
-                frame.to_csv(aside, index=False)
+            write_atomically(file, frame.to_csv(index=False))
     return len(new)
 
 

@@ -1,0 +1,59 @@
+"""Chooses the learning rate of each arm of the study from its search. `python -m analysis.study rates` writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import yaml
+
+from analysis.study.rows import numbers, read
+from otb.errors import RunError
+from otb.records import write_atomically
+
+RATES = Path(__file__).resolve().parents[2] / "conf" / "study" / "rates.yaml"
+TIE = 0.001  # of accuracy: the smaller rate is taken
+HEADER = """\
+# Written by `python -m analysis.study rates` from docs/study/rows/claim_rates*.csv; the rule is in docs/study/rules.md.
+# Task, arm, N: learning rate.
+"""
+
+
+def scores(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns task, baseline, group_size, learning_rate, score, seeds: mean held-out accuracy after the start."""
+    score = [numbers(cell)[1:].mean() for cell in rows.evaluation_accuracy]
+    groups = rows.assign(score=score).groupby(["task", "baseline", "group_size", "learning_rate"])
+    return groups.score.agg(["mean", "size"]).set_axis(["score", "seeds"], axis=1).reset_index()
+
+
+def chosen(searched: pd.DataFrame) -> pd.DataFrame:
+    """Returns the row of `scores` of the rate that each arm gets, with `edge`: whether it is an end of its list."""
+    best = []
+    for _, arm in searched.groupby(["task", "baseline", "group_size"]):
+        arm = arm.sort_values("learning_rate", ignore_index=True)
+        row = arm[arm.score >= arm.score.max() - TIE].iloc[0]
+        best.append(row.to_dict() | {"edge": row.learning_rate in (arm.learning_rate.min(), arm.learning_rate.max())})
+    return pd.DataFrame(best)
+
+
+def write_rates(files: list[Path], target: Path = RATES) -> pd.DataFrame:
+    """Writes the chosen rates of all rows of a search as yaml and returns `chosen`."""
+    best = chosen(scores(pd.concat([read(file) for file in files], ignore_index=True)))
+    tree: dict = {}
+    for row in best.itertuples():
+        tree.setdefault(row.task, {}).setdefault(row.baseline, {})[int(row.group_size)] = float(row.learning_rate)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, HEADER + yaml.safe_dump(tree))
+    return best
+
+
+def tuned_rate(task: str, baseline: str, group_size: int, source: Path = RATES) -> float:
+    """Returns the rate of an arm. Raises RunError where the search has not been run for it."""
+    known = yaml.safe_load(source.read_text(encoding="utf8")) if source.exists() else {}
+    try:
+        return known[task][baseline][group_size]
+    except KeyError:
+        raise RunError(
+            f"The study has no learning rate for task={task} baseline={baseline} group_size={group_size}. Run its "
+            "search (python experiments/study.py claim_rates), then python -m analysis.study rates."
+        ) from None

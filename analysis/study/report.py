@@ -1,0 +1,170 @@
+"""Writes docs/study/README.md and its figures from the csv files alone. `python -m analysis.study report`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis.group_size import accuracy_by_group_size
+from analysis.learning_curves import learning_curves
+from analysis.report.markdown import markdown_table
+from analysis.stability import stability
+from analysis.study import verdicts
+from analysis.study.rates import chosen, scores
+from analysis.study.rows import read, steps_table
+from analysis.study.verdicts import Comparison, Runs
+from analysis.style import save
+from otb.errors import RunError
+
+HEAD = """\
+# The study: a verdict per claim
+
+Written by `python -m analysis.study report` (`make report-study`) from the rows in `rows/`, by the rules in
+[rules.md](rules.md), which were committed before the runs. Every finished run has a row; `make study` runs what has
+none. Estimates: interquartile means over seeds with 95 % intervals, paired by seed ([analysis.md](../analysis.md)). All
+of it is from the tiny policy (0.35 M parameters) on a CPU.
+"""
+COMMANDS = {
+    "C1": "python experiments/variance.py",
+    "C2": "python experiments/study.py claim_c2",
+    "C3": "python experiments/study.py claim_c3_c4",
+    "C4": "python experiments/study.py claim_c3_c4",
+}
+SEARCH, MAIN = "claim_rates", "claim_c3_c4"  # what the names of files of rows begin with
+OTHERS = {"C1": "claim_c1", "C2": "claim_c2"}
+TASKS = ("arithmetic", "arithmetic_tools", "arithmetic_long")
+COMPARED = (("otb", 4), ("rloo", 4), ("grpo", 4), ("rloo", 32), ("grpo", 32))
+
+
+def write(folder: Path) -> list[Path]:
+    """Writes README.md, verdicts.csv and the figures into the folder of the study and returns them.
+
+    Raises RunError where it holds no rows.
+    """
+    rows = {file.stem: read(file) for file in sorted((folder / "rows").glob("*.csv"))}
+    if not rows:
+        raise RunError(f"{folder}/rows holds no csv file. Run python experiments/study.py first.")
+    spoken = all_comparisons(rows)
+    drawn = figures(rows, folder / "figures")
+    text = [HEAD, *summary(spoken), *sections(spoken, drawn), *search_section(rows), *not_run(rows)]
+    (folder / "README.md").write_text("\n".join(text), encoding="utf8")
+    table(spoken).to_csv(folder / "verdicts.csv", index=False, float_format="%.6g")
+    return [folder / "README.md", folder / "verdicts.csv", *drawn.values()]
+
+
+def of_kind(rows: dict[str, pd.DataFrame], kind: str) -> pd.DataFrame:
+    """Returns the rows of all files whose name begins with a kind; empty where there are none."""
+    parts = [part for name, part in rows.items() if name.startswith(kind)]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["task"])
+
+
+def all_comparisons(rows: dict[str, pd.DataFrame]) -> list[Comparison]:
+    """Returns the comparisons of every claim and task that has rows."""
+    found: list[Comparison] = []
+    for _, part in of_kind(rows, MAIN).groupby("task"):
+        runs = Runs(part)
+        found += verdicts.accuracy_at_small_n(runs) + verdicts.tokens_saved(runs)
+    for _, part in of_kind(rows, "claim_c2").groupby("task"):
+        found += verdicts.collapses(Runs(part))
+    return found
+
+
+def table(spoken: list[Comparison]) -> pd.DataFrame:
+    """Returns a row per comparison."""
+    facts = ({"claim": c.claim, "task": c.task, "comparison": c.what, **c.effect._asdict()} for c in spoken)
+    ends = ({"verdict": c.verdict, "why": c.why} for c in spoken)
+    return pd.DataFrame([fact | end for fact, end in zip(facts, ends, strict=True)])
+
+
+def summary(spoken: list[Comparison]) -> list[str]:
+    """Returns the table of verdicts: claim, task, verdict, effect, seeds, command."""
+    decided = [comparison for comparison in spoken if comparison.verdict]
+    rows = [
+        {
+            "claim": c.claim,
+            "task": f"`{c.task}`",
+            "verdict": c.verdict,
+            "effect": "" if np.isnan(c.effect.estimate) else str(c.effect),
+            "seeds": c.effect.seeds,
+            "compared": c.what,
+            "why": c.why,
+            "command": f"`{COMMANDS[c.claim]}`",
+        }
+        for c in sorted(decided, key=lambda c: (c.claim, c.task))
+    ]
+    return ["## Verdicts", "", markdown_table(pd.DataFrame(rows)), ""]
+
+
+def sections(spoken: list[Comparison], drawn: dict[tuple[str, str], Path]) -> list[str]:
+    """Returns a section per claim and task: its comparisons and its figure."""
+    lines = []
+    for claim, task in dict.fromkeys((c.claim, c.task) for c in sorted(spoken, key=lambda c: (c.claim, c.task))):
+        of_both = [c for c in spoken if (c.claim, c.task) == (claim, task)]
+        rows = [{"compared": c.what, "effect": str(c.effect), "verdict": c.verdict, "": c.why} for c in of_both]
+        lines += [f"## {claim} on `{task}`", "", markdown_table(pd.DataFrame(rows)), ""]
+        if (claim, task) in drawn:
+            file = drawn[claim, task]
+            lines += [f"![{claim} on {task}](figures/{file.name})", ""]
+    return lines
+
+
+def search_section(rows: dict[str, pd.DataFrame]) -> list[str]:
+    """Returns the table of the learning-rate search."""
+    searched = of_kind(rows, SEARCH)
+    if searched.empty:
+        return []
+    tried = scores(searched)
+    best = chosen(tried)[["task", "baseline", "group_size", "learning_rate", "edge"]]
+    wide = tried.pivot(index=["task", "baseline", "group_size"], columns="learning_rate", values="score").reset_index()
+    wide = wide.merge(best.rename(columns={"learning_rate": "chosen", "edge": "end of the list"}))
+    wide.columns = [str(column) for column in wide.columns]
+    about = "Mean held-out accuracy over all evaluations after the start, by learning rate; seeds 100 and 101."
+    return ["## Learning rates", "", about, "", markdown_table(wide), ""]
+
+
+def not_run(rows: dict[str, pd.DataFrame]) -> list[str]:
+    """Returns what the rules name and no row covers."""
+    main, missing = of_kind(rows, MAIN), []
+    for task in TASKS:
+        for baseline, size in COMPARED:
+            have = (
+                0 if main.empty else len(main.query("task == @task and baseline == @baseline and group_size == @size"))
+            )
+            if have < verdicts.SEEDS:
+                missing.append(f"- `{task}`, {verdicts.named((baseline, size))}: {have} of {verdicts.SEEDS} seeds")
+    missing += [f"- {claim}: nothing" for claim, kind in OTHERS.items() if of_kind(rows, kind).empty]
+    return ["## Not run yet", "", *missing, ""] if missing else []
+
+
+def figures(rows: dict[str, pd.DataFrame], folder: Path) -> dict[tuple[str, str], Path]:
+    """Draws one figure per claim and task; returns (claim, task) -> picture."""
+    drawn: dict[tuple[str, str], Path] = {}
+    makers: list[tuple[str, str, Callable]] = [
+        ("C3", MAIN, small_and_large),
+        ("C4", MAIN, curves_over_tokens),
+        ("C2", "claim_c2", stability),
+    ]
+    for claim, kind, make in makers:
+        for task, part in of_kind(rows, kind).groupby("task"):
+            try:
+                axes = make(steps_table(part))
+            except RunError:  # too few arms yet: the tables say which
+                continue
+            files = save(axes, folder / f"{claim.lower()}_{task}", ("png", "pdf"))
+            drawn[claim, str(task)] = files[0]
+    return drawn
+
+
+def small_and_large(steps: pd.DataFrame):
+    """Draws final accuracy of the arms that were run at both group sizes; at one size where none was."""
+    sizes = steps.groupby("baseline").group_size.nunique()
+    both = steps[steps.baseline.isin(sizes.index[sizes == sizes.max()])]
+    return accuracy_by_group_size(both)
+
+
+def curves_over_tokens(steps: pd.DataFrame):
+    """Draws held-out accuracy over own tokens of OTB and its rivals."""
+    return learning_curves(steps[steps.baseline.isin(["otb", "rloo", "grpo", "energy_probe"])], x="own_tokens_total")

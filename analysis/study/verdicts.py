@@ -1,0 +1,224 @@
+"""Speaks the verdicts of the study by the rules of docs/study/rules.md, from the rows of its runs.
+
+One function per claim; each returns the comparison that speaks the verdict first, and after it those that stand beside
+it without one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from analysis.arms import by_arm, label
+from analysis.group_size import by_seed, final_accuracy
+from analysis.intervals import Interval, difference, improvement, share_difference
+from analysis.stability import stability_table
+from analysis.study.rows import steps_table
+from analysis.token_consumption import consumption, saving
+
+SUPPORTED, NOT_SUPPORTED, UNDECIDED = "supported", "not supported", "undecided"
+OURS, RIVAL, SMALL, LARGE = "otb", "rloo", 4, 32
+SEEDS = 10  # of each arm, below which there is no verdict
+MATCHES = 0.02  # C3: not worse by so much accuracy
+CLAIMED_SAVING, SMALLEST_SAVING = 0.62, 0.10  # C4
+TARGETS = (0.9, 0.8, 0.95)  # C4: shares of the best final accuracy, the first decides
+SMALLEST_NOISE = 0.9  # C1: of the rival's noise
+SMALLEST_COLLAPSE = 0.2  # C2: difference of the shares of collapsed runs, and share of the rival's that must collapse
+
+Arm = tuple[str, int]
+
+
+class Comparison(NamedTuple):
+    """One comparison of a claim on a task. verdict: "" where it stands beside the one that decides."""
+
+    claim: str
+    task: str
+    what: str
+    effect: Interval
+    verdict: str
+    why: str
+
+
+class Runs:
+    """The runs of one task: final accuracies, tokens to a target and collapses of each arm. rows: of analysis.study."""
+
+    def __init__(self, rows: pd.DataFrame):
+        self.task = str(rows.task.iloc[0])
+        self.table = steps_table(rows)
+        final = final_accuracy(self.table)
+        self.finals = {(baseline, int(size)): by_seed(rows, "final") for baseline, size, _, rows in by_arm(final)}
+
+    def of(self, arm: Arm) -> pd.DataFrame:
+        """Returns the steps of one arm's runs."""
+        return self.table[(self.table.baseline == arm[0]) & (self.table.group_size == arm[1])]
+
+    @property
+    def best_final(self) -> float:
+        """Returns the mean final accuracy of the arm in which it is highest."""
+        return max(float(np.mean(list(values.values()))) for values in self.finals.values())
+
+    def lacking(self, *arms: Arm) -> str:
+        """Returns what keeps a comparison of these arms from a verdict, "" where nothing does."""
+        short = [
+            f"{label(*arm)}: {len(self.finals.get(arm, {}))}" for arm in arms if len(self.finals.get(arm, {})) < SEEDS
+        ]
+        return f"fewer than {SEEDS} seeds ({', '.join(short)})" if short else ""
+
+
+def named(arm: Arm) -> str:
+    """Returns what an arm is called in the tables."""
+    return label(*arm)
+
+
+def nothing(seeds: int = 0) -> Interval:
+    """Returns the interval of what was not measured."""
+    return Interval(np.nan, np.nan, np.nan, seeds)
+
+
+def accuracy_at_small_n(runs: Runs) -> list[Comparison]:
+    """Compares final accuracies for C3: OTB at N = 4 with the rival at N = 32, then the control, then other arms."""
+    theirs = (RIVAL, LARGE)
+    ours, control = (OURS, SMALL), (RIVAL, SMALL)
+    comparisons = []
+    verdict, why = UNDECIDED, runs.lacking(ours, theirs)
+    effect = differing(runs, ours, theirs)
+    if not why:
+        verdict = by_bounds(effect, above=-MATCHES, below=-MATCHES)
+        matched = differing(runs, control, theirs)
+        if verdict == SUPPORTED and matched.low > -MATCHES:
+            why = f"empty: {named(control)} matches {named(theirs)} as well, {matched}"
+    comparisons.append(Comparison("C3", runs.task, f"{named(ours)} minus {named(theirs)}", effect, verdict, why))
+    others = [arm for arm in runs.finals if arm not in (ours, theirs)]
+    for arm in sorted(others, key=lambda arm: (arm[1], arm[0])):
+        for reference in (theirs, control) if arm[1] == SMALL else (theirs,):
+            if reference != arm and {reference, arm} <= runs.finals.keys():
+                what = f"{named(arm)} minus {named(reference)}"
+                comparisons.append(Comparison("C3", runs.task, what, differing(runs, arm, reference), "", ""))
+    same_size = differing(runs, ours, control)
+    better = improvement_text(runs, ours, control)
+    comparisons.append(Comparison("C3", runs.task, f"{named(ours)} minus {named(control)}", same_size, "", better))
+    return comparisons
+
+
+def differing(runs: Runs, ours: Arm, theirs: Arm) -> Interval:
+    """Returns the difference of final accuracies, paired by seed."""
+    if not {ours, theirs} <= runs.finals.keys():
+        return nothing()
+    return difference(runs.finals[ours], runs.finals[theirs])
+
+
+def improvement_text(runs: Runs, ours: Arm, theirs: Arm) -> str:
+    """Returns the probability that a run of ours ends higher than one of theirs, in words."""
+    if not {ours, theirs} <= runs.finals.keys():
+        return ""
+    values = [np.array(list(runs.finals[arm].values())) for arm in (ours, theirs)]
+    return f"probability of improvement {improvement(*values)}"
+
+
+def by_bounds(effect: Interval, above: float, below: float) -> str:
+    """Returns supported where the interval lies above one bound, not supported where it lies below the other."""
+    if effect.low > above:
+        return SUPPORTED
+    return NOT_SUPPORTED if effect.high < below else UNDECIDED
+
+
+def tokens_saved(runs: Runs) -> list[Comparison]:
+    """Compares tokens to a target for C4: OTB at N = 4 with the rival at N = 32 and at N = 4."""
+    ours, large, small = (OURS, SMALL), (RIVAL, LARGE), (RIVAL, SMALL)
+    comparisons = []
+    for share in TARGETS:
+        target = share * runs.best_final
+        against = {arm: saved(runs, ours, arm, target) for arm in (large, small)}
+        for arm, effect in against.items():
+            censored = ", ".join(censored_text(runs, which, target) for which in (ours, arm))
+            what = f"{named(ours)} against {named(arm)}, to {share:.0%} of the best ({target:.3f})"
+            verdict, why = "", censored
+            if share == TARGETS[0] and arm == large:
+                verdict, lacks = UNDECIDED, runs.lacking(ours, large, small)
+                if not lacks:
+                    verdict = saving_verdict(against[large], against[small])
+                why = "; ".join(filter(None, [lacks, censored]))
+            comparisons.append(Comparison("C4", runs.task, what, effect, verdict, why))
+    target = TARGETS[0] * runs.best_final
+    for arm in sorted(runs.finals):
+        if arm[1] == SMALL and arm not in (ours, small) and small in runs.finals:
+            what = f"{named(arm)} against {named(small)}, to {TARGETS[0]:.0%} of the best"
+            comparisons.append(
+                Comparison("C4", runs.task, what, saved(runs, arm, small, target), "", censored_text(runs, arm, target))
+            )
+    return comparisons
+
+
+def saving_verdict(against_large: Interval, against_small: Interval) -> str:
+    """Returns the verdict on C4 from the savings against the rival at its large and at its small N."""
+    if against_large.high < CLAIMED_SAVING or against_small.high < SMALLEST_SAVING:
+        return NOT_SUPPORTED
+    return SUPPORTED if against_large.low > 0 and against_small.low > 0 else UNDECIDED
+
+
+def saved(runs: Runs, ours: Arm, theirs: Arm, target: float) -> Interval:
+    """Returns the share of their tokens to the target that ours saves."""
+    if not {ours, theirs} <= runs.finals.keys():
+        return nothing()
+    return saving(consumption(runs.of(ours), target), consumption(runs.of(theirs), target))
+
+
+def censored_text(runs: Runs, arm: Arm, target: float) -> str:
+    """Returns how many runs of an arm never reached the target."""
+    if arm not in runs.finals:
+        return f"{named(arm)} was not run"
+    reached = consumption(runs.of(arm), target).reached
+    return f"{(~reached).sum()} of {len(reached)} runs of {named(arm)} censored"
+
+
+def collapses(runs: Runs) -> list[Comparison]:
+    """Compares the shares of collapsed runs for C2, the rival minus OTB, then minus every other arm."""
+    table = stability_table(runs.table)
+    counts = {str(arm): (int(part.collapsed.sum()), len(part)) for arm, part in table.groupby("baseline")}
+    comparisons = []
+    for arm in [OURS, *sorted(set(counts) - {OURS, RIVAL})]:
+        if RIVAL not in counts or arm not in counts:
+            continue
+        effect = share_difference(counts[RIVAL], counts[arm])
+        what = " minus ".join(f"{label(name)} ({counts[name][0]} of {counts[name][1]})" for name in (RIVAL, arm))
+        verdict, why = "", ""
+        if arm == OURS:
+            verdict, why = collapse_verdict(effect, counts[RIVAL])
+        comparisons.append(Comparison("C2", runs.task, what, effect, verdict, why))
+    return comparisons
+
+
+def collapse_verdict(effect: Interval, rival: tuple[int, int]) -> tuple[str, str]:
+    """Returns (verdict, why) of C2. rival: (runs that collapsed, all runs)."""
+    if rival[0] < SMALLEST_COLLAPSE * rival[1]:
+        return UNDECIDED, "too few of the rival's runs collapsed: nothing was put to the test"
+    if effect.low > 0 and effect.estimate >= SMALLEST_COLLAPSE:
+        return SUPPORTED, ""
+    return (NOT_SUPPORTED, "") if effect.high < SMALLEST_COLLAPSE else (UNDECIDED, "")
+
+
+def noise_lowered(task: str, noise: pd.DataFrame) -> list[Comparison]:
+    """Compares the noise of the true gradient for C1.
+
+    noise: stage, estimator, group_size, relative_noise, relative_noise_low, relative_noise_high, prompts, policies.
+    """
+    ours = noise[noise.estimator == OURS].sort_values(["group_size", "stage"])
+    deciding = ours[ours.group_size.isin([SMALL, LARGE])]
+    verdict, why = UNDECIDED, ""
+    if len(deciding) < 6:
+        why = "not all stages were measured at N = 4 and at N = 32"
+    elif (deciding.relative_noise_high < 1).all() and (deciding.relative_noise <= SMALLEST_NOISE).all():
+        verdict = SUPPORTED
+    elif (deciding.relative_noise_low > SMALLEST_NOISE).any():
+        verdict = NOT_SUPPORTED
+    comparisons = []
+    worst = deciding.relative_noise.idxmax() if len(deciding) else None
+    for place, row in zip(ours.index, ours.to_dict("records"), strict=True):
+        estimate, low, high = (float(row[f"relative_noise{end}"]) for end in ("", "_low", "_high"))
+        effect = Interval(estimate, low, high, int(row["policies"]))
+        what = f"{named((OURS, int(row['group_size'])))}, {row['stage']}: noise over that of {label(RIVAL)}"
+        spoken = (verdict, why) if place == worst else ("", "")
+        comparisons.append(Comparison("C1", task, what, effect, *spoken))
+    return sorted(comparisons, key=lambda comparison: not comparison.verdict)
