@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -20,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from analysis.study import rows
 from experiments.command_line import CONF, exit_codes
-from experiments.sweeps.jobs import Job, save_jobs
+from experiments.sweeps.jobs import save_jobs
 from experiments.sweeps.local import LocalSweep, check_parallel
 from experiments.sweeps.plan import Composer, folder_of, plan
 from hydra_plugins.otb_launchers import Sweeper
@@ -39,26 +43,39 @@ def study(recipes: list[str], seeds: int | None, parallel: int | None, made: Pat
     """
     check_parallel(parallel)
     for recipe in recipes:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            own = [f"experiment={recipe}", f"runs_dir={RUNS}", f"hydra.sweep.dir={RUNS}/sweep-{recipe}"]
-            sweep = loader.load_configuration("config", own, RunMode.MULTIRUN)
-            composer, runs = Composer(loader, sweep), runs_of(sweep, recipe, seeds)
-            keys = {rows.key_of(OmegaConf.to_container(composer.compose(run), resolve=True)): run for run in runs}
-            file = folder / f"{recipe}.csv"
-            for runs_dir in filter(Path.exists, [made or Path(RUNS)]):
-                rows.collect(runs_dir, set(keys), file)
-            missing = [run for key, run in keys.items() if key not in rows.keys_in(file)]
-            print(f"{recipe}: {len(keys)} runs, {len(keys) - len(missing)} of them have a row", flush=True)
-            if made is None and missing:
-                jobs = plan(loader, sweep, missing, processes=1)
+        file, keys = folder / f"{recipe}.csv", keys_of(recipe, seeds)
+        for runs_dir in filter(Path.exists, [made or Path(RUNS)]):
+            rows.collect(runs_dir, set(keys), file)
+        missing = [run for key, run in keys.items() if key not in rows.keys_in(file)]
+        print(f"{recipe}: {len(keys)} runs, {len(keys) - len(missing)} of them have a row", flush=True)
+        if made is None and missing:
+            run(recipe, missing, parallel, partial(rows.collect, keys=set(keys), file=file))
 
-                def keep_row(job: Job, file: Path = file, keys: set[str] = frozenset(keys)) -> None:
-                    rows.collect(Path(job.run), keys, file)
 
-                folder_of_sweep = new_folder_of(sweep)
-                save_jobs(folder_of_sweep, jobs)
-                LocalSweep(folder_of_sweep, jobs, parallel, RESTARTS, overwrite=False, ended=keep_row).run()
+def keys_of(recipe: str, seeds: int | None) -> dict[str, list[str]]:
+    """Returns key -> overrides of the runs of a recipe, seed by seed: what is there at any moment is balanced."""
+    with composing(recipe) as (loader, sweep):
+        composer = Composer(loader, sweep)
+        configs = ((composer.compose(run), run) for run in runs_of(sweep, recipe, seeds))
+        return {rows.key_of(OmegaConf.to_container(cfg, resolve=True)): run for cfg, run in configs}
+
+
+def run(recipe: str, missing: list[list[str]], parallel: int | None, keep_row: Callable[[Path], object]) -> None:
+    """Runs what is missing of a recipe. keep_row: called with the folder of each run that ends."""
+    with composing(recipe) as (loader, sweep):
+        jobs = plan(loader, sweep, missing, processes=1)
+        folder = new_folder_of(sweep)
+        save_jobs(folder, jobs)
+        LocalSweep(folder, jobs, parallel, RESTARTS, overwrite=False, ended=lambda job: keep_row(Path(job.run))).run()
+
+
+@contextmanager
+def composing(recipe: str) -> Iterator[tuple[ConfigLoader, DictConfig]]:
+    """Yields Hydra's loader and the configuration of a recipe's sweep."""
+    own = [f"experiment={recipe}", f"runs_dir={RUNS}", f"hydra.sweep.dir={RUNS}/sweep-{recipe}"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        yield loader, loader.load_configuration("config", own, RunMode.MULTIRUN)
 
 
 def new_folder_of(sweep: DictConfig) -> Path:
@@ -70,7 +87,7 @@ def new_folder_of(sweep: DictConfig) -> Path:
 
 
 def runs_of(sweep: DictConfig, recipe: str, seeds: int | None) -> list[list[str]]:
-    """Returns the overrides of each run of a recipe, seed by seed, so that what is there at any moment is balanced."""
+    """Returns the overrides of each run of a recipe, seed by seed."""
     params = OmegaConf.to_container(sweep.hydra.sweeper.params)
     overrides = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in params.items()])
     (batch,) = Sweeper.split_arguments(overrides, None)

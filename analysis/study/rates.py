@@ -40,8 +40,9 @@ def write_rates(files: list[Path], target: Path = RATES) -> pd.DataFrame:
     """Writes the chosen rates of all rows of a search as yaml and returns `chosen`."""
     best = chosen(scores(pd.concat([read(file) for file in files], ignore_index=True)))
     tree: dict = {}
-    for row in best.itertuples():
-        tree.setdefault(row.task, {}).setdefault(row.baseline, {})[int(row.group_size)] = float(row.learning_rate)
+    for row in best.to_dict("records"):
+        arm = tree.setdefault(row["task"], {}).setdefault(row["baseline"], {})
+        arm[int(row["group_size"])] = float(row["learning_rate"])
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, HEADER + yaml.safe_dump(tree))
     return best

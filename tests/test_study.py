@@ -1,0 +1,241 @@
+"""The study: rows that know which run they are of, rates by the rule, verdicts by the rules, a page from csv alone."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from analysis.study import rates, rows, verdicts
+from analysis.study.__main__ import main
+from analysis.study.verdicts import NOT_SUPPORTED, SUPPORTED, UNDECIDED
+from experiments import study
+from experiments.command_line import CONF
+from otb.errors import RunError
+from otb.records import WHERE_AND_HOW
+from tests.support.commands import ROOT
+
+RUNS = ROOT / "tests" / "data" / "runs"
+STEPS = np.array([0, 10, 20])
+SEEDS = range(verdicts.SEEDS)
+
+
+def a_run():
+    return next(iter(sorted(path.parent for path in RUNS.rglob("metrics.jsonl"))))
+
+
+def made_up(baseline="otb", group_size=4, seed=0, final=0.8, task="arithmetic", rate=1e-3, tokens=1000.0) -> dict:
+    """A row whose accuracy goes straight from .4 to `final`, evaluated at three steps."""
+    accuracy = 0.4 + (final - 0.4) * STEPS / STEPS[-1]
+    cells = {
+        "evaluation_step": STEPS,
+        "evaluation_accuracy": accuracy,
+        "evaluation_own_tokens_total": tokens * STEPS,
+        "evaluation_response_length_mean": [20] * 3,
+        "own_tokens_total": tokens * np.arange(1, STEPS[-1] + 1),
+        **{name: [1] * STEPS[-1] for name in ("accuracy", "gradient_norm", "response_length_mean", "truncated")},
+    }
+    facts = {"key": f"{task}-{baseline}-{group_size}-{seed}-{rate}", "task": task, "baseline": baseline}
+    facts |= {"group_size": group_size, "prompts_per_step": 16, "learning_rate": rate, "seed": seed, "steps": 20}
+    facts |= {"overrides": "", "outcome": "finished", "libraries": "", "commit": "", "device": "cpu"}
+    return facts | {name: rows.joined(pd.Series(values)) for name, values in cells.items()}
+
+
+def arms(**finals: float) -> verdicts.Runs:
+    """Ten seeds of each arm, named like otb_4, which end at an accuracy with a spread of .002 around it."""
+    made = []
+    for name, final in finals.items():
+        baseline, _, size = name.rpartition("_")
+        made += [made_up(baseline, int(size), seed, final + 0.001 * (seed % 3 - 1)) for seed in SEEDS]
+    return verdicts.Runs(pd.DataFrame(made))
+
+
+def spoken(comparisons) -> str:
+    (verdict,) = [comparison.verdict for comparison in comparisons if comparison.verdict]
+    return verdict
+
+
+# ---- rows
+
+
+def test_a_run_directory_has_the_key_of_the_configuration_that_it_was_made_from():
+    run = a_run()
+    config = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    assert rows.row_of(run)["key"] == rows.key_of(config)
+
+
+def test_the_key_changes_with_what_is_computed_and_not_with_where():
+    config = OmegaConf.to_container(OmegaConf.load(a_run() / "config.yaml"))
+    where = [name for name in WHERE_AND_HOW if name in config and name != "steps"]
+    assert len(where) >= 4
+    assert rows.key_of(config | dict.fromkeys(where, "elsewhere")) == rows.key_of(config)
+    for name in ("seed", "steps", "learning_rate", "group_size"):
+        assert rows.key_of(config | {name: 77}) != rows.key_of(config)
+
+
+def test_a_row_gives_back_the_curves_of_its_run(tmp_path):
+    run = a_run()
+    rows.add([rows.row_of(run)], tmp_path / "rows.csv")
+    table = rows.steps_table(rows.read(tmp_path / "rows.csv"))
+    evaluations = pd.read_json(run / "evaluations.jsonl", lines=True)
+    metrics = pd.read_json(run / "metrics.jsonl", lines=True)
+    evaluated = table[table.evaluation_accuracy.notna()]
+    np.testing.assert_allclose(evaluated.evaluation_accuracy, evaluations.accuracy, rtol=1e-4)
+    np.testing.assert_allclose(table.gradient_norm.dropna(), metrics.gradient_norm, rtol=1e-4)
+    assert table.step.tolist() == sorted({0, *metrics.step})
+
+
+def test_rows_are_added_once_whatever_is_added_again(tmp_path):
+    file = tmp_path / "rows.csv"
+    assert rows.add([made_up(seed=1), made_up(seed=0)], file) == 2
+    before = file.read_bytes()
+    assert rows.add([made_up(seed=1, final=0.1)], file) == 0 and file.read_bytes() == before
+    assert rows.add([made_up(seed=2)], file) == 1
+    assert rows.read(file).seed.tolist() == [0, 1, 2]
+
+
+def test_only_runs_that_are_asked_for_are_collected(tmp_path):
+    wanted = rows.row_of(a_run())["key"]
+    assert rows.collect(RUNS, {wanted}, tmp_path / "rows.csv") == 1
+    assert rows.keys_in(tmp_path / "rows.csv") == {wanted}
+
+
+def test_committed_rows_are_of_the_recipes_that_name_them():
+    """Every row is a run that its recipe asks for: nothing was run by hand, and no seed was replaced."""
+    for file in sorted(study.ROWS.glob("*.csv")):
+        assert file.stem in study.RECIPES
+        wanted = set(study.keys_of(file.stem, seeds=None))
+        assert rows.keys_in(file) <= wanted, file.name
+
+
+# ---- learning rates
+
+
+def search(scores: dict[float, float]) -> pd.DataFrame:
+    return pd.DataFrame([made_up(rate=rate, final=final, seed=100) for rate, final in scores.items()])
+
+
+def test_the_rate_with_the_highest_mean_accuracy_is_chosen_and_of_equal_ones_the_smaller():
+    best = rates.chosen(rates.scores(search({3e-4: 0.7, 1e-3: 0.8, 3e-3: 0.5})))
+    assert best[["learning_rate", "edge"]].values.tolist() == [[1e-3, False]]
+    best = rates.chosen(rates.scores(search({3e-4: 0.8, 1e-3: 0.8005, 3e-3: 0.5})))
+    assert best[["learning_rate", "edge"]].values.tolist() == [[3e-4, True]]
+
+
+def test_rates_are_found_again_and_one_that_is_missing_names_its_search(tmp_path):
+    rows.add([made_up(rate=3e-4), made_up(rate=1e-3, final=0.9)], tmp_path / "rows.csv")
+    rates.write_rates([tmp_path / "rows.csv"], tmp_path / "rates.yaml")
+    assert rates.tuned_rate("arithmetic", "otb", 4, tmp_path / "rates.yaml") == 1e-3
+    with pytest.raises(RunError, match="no learning rate for task=arithmetic baseline=otb group_size=32"):
+        rates.tuned_rate("arithmetic", "otb", 32, tmp_path / "rates.yaml")
+
+
+# ---- verdicts
+
+
+def test_c3_is_supported_where_small_n_is_not_worse_by_two_points_and_empty_where_the_rival_does_as_well():
+    comparisons = verdicts.accuracy_at_small_n(arms(otb_4=0.80, rloo_32=0.81, rloo_4=0.70))
+    assert spoken(comparisons) == SUPPORTED and comparisons[0].why == ""
+    comparisons = verdicts.accuracy_at_small_n(arms(otb_4=0.80, rloo_32=0.81, rloo_4=0.805))
+    assert spoken(comparisons) == SUPPORTED and comparisons[0].why.startswith("empty: RLOO, N=4 matches")
+
+
+def test_c3_is_not_supported_where_small_n_is_worse_by_more():
+    assert spoken(verdicts.accuracy_at_small_n(arms(otb_4=0.70, rloo_32=0.81, rloo_4=0.70))) == NOT_SUPPORTED
+
+
+def test_nothing_is_decided_with_fewer_than_ten_seeds():
+    made = [made_up(*arm, seed, 0.8) for arm in (("otb", 4), ("rloo", 32), ("rloo", 4)) for seed in range(9)]
+    runs = verdicts.Runs(pd.DataFrame(made))
+    for comparisons in (verdicts.accuracy_at_small_n(runs), verdicts.tokens_saved(runs)):
+        assert spoken(comparisons) == UNDECIDED and "fewer than 10 seeds" in comparisons[0].why
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "verdict"),
+    [
+        ((0.6, 0.5, 0.7), (0.2, 0.1, 0.3), SUPPORTED),
+        ((0.6, 0.5, 0.7), (0.05, -0.1, 0.2), UNDECIDED),
+        ((0.6, 0.5, 0.7), (0.0, -0.1, 0.05), NOT_SUPPORTED),  # owed to N
+        ((0.4, 0.3, 0.5), (0.2, 0.1, 0.3), NOT_SUPPORTED),  # less than is claimed
+    ],
+)
+def test_c4_needs_the_claimed_saving_and_one_at_the_same_n(large, small, verdict):
+    intervals = [verdicts.Interval(*ends, 10) for ends in (large, small)]
+    assert verdicts.saving_verdict(*intervals) == verdict
+
+
+def test_c4_reads_the_saving_off_the_tokens():
+    made = [made_up("otb", 4, seed, 0.8) for seed in SEEDS] + [made_up("rloo", 4, seed, 0.8) for seed in SEEDS]
+    made += [made_up("rloo", 32, seed, 0.8, tokens=8000.0) for seed in SEEDS]
+    first, second, *_ = verdicts.tokens_saved(verdicts.Runs(pd.DataFrame(made)))
+    assert first.effect.estimate == pytest.approx(7 / 8) and second.effect.estimate == pytest.approx(0)
+    assert first.verdict == NOT_SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("rival", "ours", "verdict"),
+    [((1, 40), (0, 40), UNDECIDED), ((30, 40), (5, 40), SUPPORTED), ((30, 40), (32, 40), NOT_SUPPORTED)],
+)
+def test_c2_is_put_to_the_test_by_a_rival_that_collapses(rival, ours, verdict):
+    assert verdicts.collapse_verdict(verdicts.share_difference(rival, ours), rival)[0] == verdict
+
+
+# ---- the page, and the command
+
+
+def test_the_page_is_made_of_csv_files_alone(tmp_path):
+    made = [made_up(*arm, seed, 0.8) for arm in (("otb", 4), ("rloo", 32), ("rloo", 4)) for seed in SEEDS]
+    rows.add(made, tmp_path / "rows" / "claim_c3_c4.csv")
+    rows.add([made_up(rate=3e-4, seed=100)], tmp_path / "rows" / "claim_rates.csv")
+    assert main(["report", "--folder", str(tmp_path)]) == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "| C3 | `arithmetic` | supported |" in page and "empty: RLOO, N=4 matches" in page
+    assert "- `arithmetic`, GRPO, N=4: 0 of 10 seeds" in page and "C2: nothing" in page
+    table = pd.read_csv(tmp_path / "verdicts.csv")
+    assert set(table.verdict.dropna()) == {SUPPORTED, NOT_SUPPORTED}
+    assert (tmp_path / "figures" / "c3_arithmetic.png").stat().st_size > 5000
+
+
+def test_the_committed_page_is_what_the_committed_rows_say(tmp_path):
+    (tmp_path / "rows").mkdir()
+    for file in study.ROWS.glob("*.csv"):
+        (tmp_path / "rows" / file.name).write_bytes(file.read_bytes())
+    assert main(["report", "--folder", str(tmp_path)]) == 0
+    for name in ("README.md", "verdicts.csv"):
+        assert (tmp_path / name).read_text() == (study.ROWS.parent / name).read_text(), "run make report-study"
+
+
+def test_the_rules_name_the_numbers_that_the_verdicts_use():
+    text = " ".join((study.ROWS.parent / "rules.md").read_text().split())
+    assert f"not worse by {verdicts.MATCHES:g}".replace("0.", ".") in text
+    assert f"reaches {verdicts.CLAIMED_SAVING:g}".replace("0.", ".") in text
+    assert f"Fewer than {verdicts.SEEDS} seeds" in text
+    assert f"to {rates.TIE:g}".replace("0.", ".") in text
+
+
+def test_the_command_runs_what_has_no_row_seed_by_seed_and_skips_the_rest(tmp_path, monkeypatch, capsys):
+    started: list = []
+
+    class Sweep:
+        def __init__(self, folder, jobs, *args, **kwargs):
+            started.extend(jobs)
+
+        def run(self):
+            pass
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "LocalSweep", Sweep)
+    keys = study.keys_of("claim_rates", seeds=1)
+    known = {"key": list(keys)[0], **{name: value for name, value in made_up().items() if name != "key"}}
+    rows.add([known], tmp_path / "rows" / "claim_rates.csv")
+    study.study(["claim_rates"], seeds=1, parallel=None, made=None, folder=tmp_path / "rows")
+    assert len(started) == len(keys) - 1 == 23
+    assert f"claim_rates: {len(keys)} runs, 1 of them have a row" in capsys.readouterr().out
+    assert all("seed=100" in job.overrides for job in started)
+
+
+def test_every_recipe_of_the_study_is_one_that_the_command_knows():
+    assert sorted(path.stem for path in (CONF / "experiment").glob("claim_*.yaml")) == sorted(study.RECIPES)
+    if rates.RATES.exists():
+        assert yaml.safe_load(rates.RATES.read_text())
