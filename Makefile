@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 install_torch = $(1)/python -m pip install --quiet --upgrade pip && \
 	$(1)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' requirements.lock)
 
-.PHONY: run test lint figures lock clean
+.PHONY: run test lint study report-study figures lock clean
 
 run: .venv/installed
 	$(BIN)/python experiments/run.py $(ARGS)
@@ -19,6 +19,13 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# What no row of docs/study/rows covers; QUICK=1 runs the first three seeds of each arm.
+study: .venv/installed
+	$(BIN)/python experiments/study.py $(if $(QUICK),--seeds 3) $(ARGS)
+
+report-study: .venv/installed
+	$(BIN)/python -m analysis.study report
 
 figures: .venv/installed
 	$(BIN)/python -m analysis.report $(or $(RUNS),runs)
