@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-import torch
 from hydra import compose, initialize_config_dir
 from transformers import AutoTokenizer
 
@@ -29,7 +28,6 @@ PARTS = 16  # prefixes of a rollout, at equal shares of its tokens
 SEQUENCES_AT_ONCE = 256
 
 
-@torch.no_grad()
 def prefix_values(task_name: str, prompts: int, rollouts: int, continuations: int) -> pd.DataFrame:
     """Returns a row per prefix: prompt, rollout, position, length, reward of the rollout and value (mean reward)."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
