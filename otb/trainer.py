@@ -572,7 +572,9 @@ class OTBTrainer(GRPOTrainer):
         known = schedule.baseline is not None
         schedule.observe(self.state.global_step, mean_length)
         self._log(schedule.metrics())
-        if not known and schedule.baseline is not None and schedule.out_of_reach(self.max_completion_length):
+        if known or schedule.baseline is None or not self.accelerator.is_main_process:
+            return
+        if schedule.out_of_reach(self.max_completion_length):
             warnings.warn(
                 f"responses begin with {schedule.baseline:.1f} tokens, and {schedule.ratio:g} times as many are not "
                 f"below max_completion_length={self.max_completion_length}: no surge can be seen, and the learning "
