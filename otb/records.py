@@ -92,7 +92,7 @@ METRICS = {
     "length_baseline": Metric(
         "tokens", "mean response length of the beginning, which a surge is measured against; schedule=length_triggered"
     ),
-    "surge_step": Metric(
+    "length_surge_step": Metric(
         "1", "optimizer steps done when the mean response length surged; as length_baseline, from then on"
     ),
     "advantage_mean": Metric("reward", "mean over own tokens of the advantages used"),

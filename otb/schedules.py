@@ -107,5 +107,5 @@ class LengthTriggeredDecay:
 
     def metrics(self) -> dict[str, float]:
         """Returns what a step logs of it: length of the beginning and step of the surge, once there are such."""
-        found = {"length_baseline": self.baseline, "surge_step": self.surge_step}
+        found = {"length_baseline": self.baseline, "length_surge_step": self.surge_step}
         return {name: value for name, value in found.items() if value is not None}

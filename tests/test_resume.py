@@ -133,7 +133,7 @@ def test_resume_is_exact_for_every_kind_of_run(policy, tmp_path, log, changed):
     assert_same_run(the_run(tmp_path / "killed"), the_run(tmp_path / "whole"))
     metrics = rows(the_run(tmp_path / "killed") / "metrics.jsonl")
     assert max(row["gradient_norm"] for row in metrics) > 0
-    assert ("surge_step" in metrics[-1]) == ("schedule" in changed), "the schedule fires, and after the kill"
+    assert ("length_surge_step" in metrics[-1]) == ("schedule" in changed), "the schedule fires, and after the kill"
 
 
 def test_a_run_killed_in_its_warm_start_equals_an_uninterrupted_one(tmp_path, log):

@@ -186,7 +186,7 @@ def test_trainer_feeds_the_schedule_the_mean_own_length_of_each_batch(tmp_path, 
     assert (trainer.lr_schedule.surge_step, trainer.lr_schedule.period) == (2, 1)
     # 1e-3 until the surge in the third step; the next steps are 3 and 4 periods from the start: 1/8, then the floor
     assert rates(trainer) == pytest.approx([1e-3, 1e-3, 1e-3, 1.25e-4, 1e-4])
-    assert [row.get("surge_step") for row in rows] == [None, None, 2, 2, 2]
+    assert [row.get("length_surge_step") for row in rows] == [None, None, 2, 2, 2]
     assert rows[1]["length_baseline"] == pytest.approx(sum(trainer.lr_schedule.lengths) / 2)
     assert schedule.lengths == [], "the trainer has a copy of its own"
 
