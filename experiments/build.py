@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -12,6 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from otb.errors import RunError, first_line
 from otb.sandbox import Sandbox, SandboxFailure
+
+# Groups that may be off (`_target_: null`) -> the argument of OTBTrainer that takes what they name.
+METHODS = {"schedule": "lr_schedule"}
 
 
 def is_tiny(model: DictConfig) -> bool:
@@ -59,6 +63,17 @@ def build(cfg: DictConfig, group: str):
             raise RunError(f"{group}: {type(cause).__name__}: {reason}") from error
         keys = "|".join(re.escape(str(key)) for key in cfg[group])
         raise RunError(re.sub(rf"(?<![\w.])({keys})=", rf"{group}.\1=", reason)) from error
+
+
+def methods(cfg: DictConfig) -> dict[str, Any]:
+    """Returns what the groups of METHODS name, as arguments of OTBTrainer; None for one that is off."""
+    built = {argument: None if is_off(cfg, group) else build(cfg, group) for group, argument in METHODS.items()}
+    return {argument: method for argument, method in built.items() if method is not None}
+
+
+def is_off(cfg: DictConfig, group: str) -> bool:
+    """Tells whether a group of METHODS has the choice that does nothing."""
+    return cfg[group].get("_target_") is None
 
 
 @contextmanager

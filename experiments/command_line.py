@@ -22,7 +22,7 @@ from experiments.warning_signal import Interrupted
 from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, first_line
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "experiment")
+GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "schedule", "experiment")
 
 
 @contextmanager

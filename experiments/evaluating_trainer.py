@@ -55,7 +55,7 @@ class EvaluatingTrainer(ToolTrainer):
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         rows, parts = held_out.rows, []
         prompts_per_batch = max(1, self.args.per_device_eval_batch_size // samples) * processes
-        if self.use_vllm:
+        if self.args.use_vllm:  # not a copy of the policy, which sits in vLLM's place
             prompts_per_batch = len(rows)
         with self._evaluating(held_out.reward, samples), isolated_random_state(seed=self.args.seed * 1000 + rank):
             for start in range(0, len(rows), prompts_per_batch):

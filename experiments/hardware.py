@@ -1,7 +1,7 @@
 """What a run is spread over: its processes, how they share the policy, and what samples for them. Imports no torch.
 
-`parallel=` (ddp, fsdp2, zero3), `rollouts_by=` (hf, vllm, vllm_server) and `gpus=` are checked here before anything is
-loaded, turned into options of GRPOConfig, and `gpus=N` starts the processes of a run on this machine.
+`parallel=` (ddp, fsdp2, zero3), `rollouts_by=` (hf, hf_bfloat16, vllm, vllm_server) and `gpus=` are checked here before
+anything is loaded, turned into options of GRPOConfig, and `gpus=N` starts the processes of a run on this machine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,9 +23,11 @@ from experiments.prefetch import MODEL_FILES
 from experiments.threads import check_threads
 from otb import baselines
 from otb.errors import RunError, first_line
+from otb.options import NEUTRAL_SAMPLING, refuse_sampler_dtype
 
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # names in CPU_INFO: x86, Intel's matrix units, ARM
+SAMPLES_HERE = ("hf", "hf_bfloat16")  # `rollouts_by` that is transformers' generate
 EXACT_NORMS = {"sequence_norms", "prefix_norms"}
 
 
@@ -78,7 +81,7 @@ def _check_parallel(cfg: DictConfig, processes: int) -> None:
 
 def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
     node = cfg.rollouts_by
-    if node.name == "hf":
+    if node.name in SAMPLES_HERE:
         rows = node.rows
         if rows is not None and (type(rows) is not int or rows < 1):
             raise RunError(f"rollouts_by.rows={rows} must be a whole number >= 1, or null for all. Try 64.")
@@ -87,6 +90,8 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
                 f"rollouts_by.rows={rows} lets processes generate a different number of times, and "
                 f"parallel={cfg.parallel.name} has them gather weights together. Use rollouts_by=vllm, or rows=null."
             )
+        if node.name == "hf_bfloat16":
+            _check_sampler_copy(cfg)
         return
     if importlib.util.find_spec("vllm") is None:
         raise RunError(f"rollouts_by={node.name} needs the package vllm. Run: pip install -e '.[vllm]'")
@@ -103,6 +108,29 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             f"rollouts_by.memory_share={share} must lie between 0 and 1: a GPU's memory is shared with the training. "
             "Try rollouts_by.memory_share=null for what the trainer leaves."
         )
+
+
+def _check_sampler_copy(cfg: DictConfig) -> None:
+    """Raises RunError where a bfloat16 copy of the policy cannot sample, or would not differ from it."""
+    if cfg.parallel.name != "ddp":
+        raise RunError(
+            f"rollouts_by=hf_bfloat16 copies the whole policy on every process, and parallel={cfg.parallel.name} "
+            "divides it. Use parallel=ddp, or rollouts_by=vllm."
+        )
+    if cfg.model.dtype != "float32":
+        raise RunError(
+            f"rollouts_by=hf_bfloat16 samples in another precision than model.dtype={cfg.model.dtype} computes in, and "
+            "that is bfloat16 already. Use model.dtype=float32, or rollouts_by=hf."
+        )
+    usual = NEUTRAL_SAMPLING | {"generation_kwargs": None, "loss_type": "dr_grpo", "sampler_dtype": "bfloat16"}
+    try:
+        refuse_sampler_dtype(SimpleNamespace(**(usual | dict(cfg.trainer))))
+    except ValueError as error:
+        keys = {"sampler_dtype=None": "rollouts_by=hf", "sampler_dtype=bfloat16": "rollouts_by=hf_bfloat16"}
+        text = str(error)
+        for option, key in keys.items():
+            text = text.replace(option, key)
+        raise RunError(text) from error
 
 
 def counted(processes: int) -> str:
@@ -169,6 +197,8 @@ def grpo_options(cfg: DictConfig) -> dict[str, Any]:
     node = cfg.rollouts_by
     if node.name == "hf":
         return options
+    if node.name == "hf_bfloat16":
+        return options | {"sampler_dtype": "bfloat16"}
     options |= {"use_vllm": True}
     if node.name == "vllm_server":
         return options | {
@@ -190,7 +220,7 @@ def sampling_limits(cfg: DictConfig, longest_prompt: int, stop_token_ids: list[i
     longest_prompt: tokens of the longest prompt of the run. stop_token_ids: the tokens that end a rollout; vLLM knows
     only those of the model's own files.
     """
-    if cfg.rollouts_by.name == "hf":
+    if cfg.rollouts_by.name in SAMPLES_HERE:
         return {}
     generation = OmegaConf.to_container(cfg.trainer, resolve=True).get("generation_kwargs") or {}
     limits: dict[str, Any] = {"generation_kwargs": {"stop_token_ids": stop_token_ids} | generation}

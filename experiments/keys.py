@@ -21,6 +21,7 @@ TITLES = {
     "trainer": "options of trl.GRPOConfig",
     "parallel": "how the processes of a run share the policy",
     "rollouts_by": "what samples",
+    "schedule": "how the learning rate moves over the steps",
     "experiment": "recipes: fixed values and axes of a sweep",
     "hydra/launcher": "where the runs of a sweep are made",
 }

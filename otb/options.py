@@ -35,6 +35,9 @@ OTHER_SAMPLING = {
     "watermarking_config": None,
 }
 
+SCORE_NORMS = ("the score norms", "a baseline without energy")  # what reads the softmax, and what does not
+SAMPLER_DTYPES = ("bfloat16",)
+
 
 def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool) -> None:
     """Raises ValueError for options that do not fit the baseline. args: a GRPOConfig, or what has its attributes."""
@@ -62,24 +65,60 @@ def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool) -> No
                 "Use 'dr_grpo' or 'dapo'."
             )
     if needs_score_norms:
-        generation = dict(args.generation_kwargs or {})
-        if "temperature" in generation or generation.get("do_sample") is False:
+        refuse_other_sampling(args, SCORE_NORMS)
+
+
+def refuse_sampler_dtype(args: Any) -> None:
+    """Raises ValueError where a copy of the policy cannot sample as it is asked to. args: as in `refuse_options`."""
+    dtype = getattr(args, "sampler_dtype", None)
+    if dtype is None:
+        return
+    if dtype not in SAMPLER_DTYPES:
+        raise ValueError(
+            f"sampler_dtype={dtype} is not one of {', '.join(SAMPLER_DTYPES)}. Try sampler_dtype=bfloat16."
+        )
+    for option in ("use_vllm", "use_transformers_continuous_batching", "cast_lm_head_to_fp32", "bf16", "fp16"):
+        if getattr(args, option, False):
             raise ValueError(
-                f"generation_kwargs={generation} sets how tokens are drawn behind the trainer's back. Use temperature= "
-                "for the temperature; greedy decoding leaves nothing to learn from."
+                f"{option}=True beside sampler_dtype={dtype}: the sampler is a copy of a float32 policy, which nothing "
+                f"else samples for or casts. Use {option}=False, or sampler_dtype=None."
             )
-        refuse_generation({name: getattr(args, name) for name in NEUTRAL_SAMPLING} | generation, "", NEUTRAL_SAMPLING)
-        refuse_generation(generation, "generation_kwargs")
+    mode = getattr(args, "vllm_importance_sampling_mode", "")
+    if args.loss_type == "vespo" and mode.startswith("sequence"):
+        raise ValueError(
+            f"loss_type='vespo' corrects whole rollouts by itself, and vllm_importance_sampling_mode={mode} would do "
+            "so again. Use token_truncate or token_mask."
+        )
+    refuse_other_sampling(args, ("the sampler's log-probs", "sampler_dtype=None"))
 
 
-def refuse_generation(options: dict, source: str, neutral: dict = OTHER_SAMPLING) -> None:
-    """Raises ValueError for a sampling option that is not neutral. source: where it stands, for the message."""
+def refuse_other_sampling(args: Any, reader: tuple[str, str]) -> None:
+    """Raises ValueError where tokens are not drawn from the softmax at the temperature. reader: see below."""
+    generation = dict(args.generation_kwargs or {})
+    if "temperature" in generation or generation.get("do_sample") is False:
+        raise ValueError(
+            f"generation_kwargs={generation} sets how tokens are drawn behind the trainer's back. Use temperature= "
+            "for the temperature; greedy decoding leaves nothing to learn from."
+        )
+    options = {name: getattr(args, name) for name in NEUTRAL_SAMPLING} | generation
+    refuse_generation(options, "", NEUTRAL_SAMPLING, reader)
+    refuse_generation(generation, "generation_kwargs", reader=reader)
+
+
+def refuse_generation(
+    options: dict, source: str, neutral: dict = OTHER_SAMPLING, reader: tuple[str, str] = SCORE_NORMS
+) -> None:
+    """Raises ValueError for a sampling option that is not neutral.
+
+    source: where it stands. reader: what is of the softmax at the temperature, and what to use instead of it.
+    """
+    what, instead = reader
     for name, value in neutral.items():
         if (chosen := options.get(name)) not in (value, None):
             where = f" in {source}" if source else ""
             raise ValueError(
-                f"{name}={chosen}{where}: the score norms are those of the softmax at the temperature, and with {name} "
-                f"that is not the distribution sampled from. Use {name}={value}, or a baseline without energy."
+                f"{name}={chosen}{where}: {what} are those of the softmax at the temperature, and with {name} "
+                f"that is not the distribution sampled from. Use {name}={value}, or {instead}."
             )
 
 

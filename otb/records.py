@@ -57,12 +57,30 @@ METRICS = {
         "share", "rollouts whose geometric mean ratio left geometric_ratio_band; they train nothing"
     ),
     "mismatch_mean": Metric(
-        "nats", "absolute difference of log pi and the sampler's, per own token, mean; vLLM only, as the next four"
+        "nats",
+        "absolute difference of log pi and the sampler's, per own token, mean; as the next ten where vLLM or a copy of "
+        "the policy samples",
     ),
     "mismatch_max": Metric("nats", "absolute difference of log pi and the sampler's, per own token, largest"),
     "importance_ratio_min": Metric("1", "trained / sampled probability of an own token, clipped, smallest"),
     "importance_ratio_mean": Metric("1", "trained / sampled probability of an own token, clipped, mean"),
     "importance_ratio_max": Metric("1", "trained / sampled probability of an own token, clipped, largest"),
+    "log_ppl_abs_diff_mean": Metric(
+        "nats", "mean over own tokens of log pi minus the sampler's, absolute value per rollout, mean over rollouts"
+    ),
+    "log_ppl_abs_diff_max": Metric("nats", "the same, largest"),
+    "mismatch_kl": Metric(
+        "nats", "KL(sampler, policy) per own token, estimated by the mean of the sampler's log pi - ours"
+    ),
+    "mismatch_k3": Metric(
+        "nats", "the same, k3 estimate: mean of ratio - 1 - log ratio; trained / sampled, not clipped"
+    ),
+    "mismatch_chi2_token": Metric(
+        "1", "chi^2 of trained and sampled probability per own token: mean of ratio^2, minus 1"
+    ),
+    "mismatch_chi2_seq": Metric(
+        "1", "the same of whole rollouts: mean over rollouts of the squared product of ratios, minus 1"
+    ),
     "truncated": Metric("share", "rollouts that the length limit ended"),
     "gradient_norm": Metric("norm", "Euclidean norm of the whole gradient before clipping"),
     "loss": Metric("1", "policy loss of the step, summed over its micro-batches"),
@@ -71,6 +89,12 @@ METRICS = {
     ),
     "kl": Metric("nats", "k3 estimate of KL(policy, reference) over own tokens; mean of micro-batches; with beta > 0"),
     "learning_rate": Metric("1", "learning rate of the step"),
+    "length_baseline": Metric(
+        "tokens", "mean response length of the beginning, which a surge is measured against; schedule=length_triggered"
+    ),
+    "length_surge_step": Metric(
+        "1", "optimizer steps done when the mean response length surged; as length_baseline, from then on"
+    ),
     "advantage_mean": Metric("reward", "mean over own tokens of the advantages used"),
     "advantage_spread": Metric("reward", "standard deviation over own tokens of the advantages used"),
     "advantage_max": Metric("reward", "largest absolute advantage used"),
@@ -156,6 +180,7 @@ ADDED_LATER = {
     "model.chat_template": None,
     "model.gguf_file": None,
     "rollouts_by.name": "hf",
+    "schedule._target_": None,
     "task.instruction": None,
     "task.files": "simplelr_qwen_level3to5/train.parquet",  # of math_lvl3to5, which was read from a local folder alone
     "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 GRPO = "trl:GRPOTrainer"  # with what it inherits from transformers.Trainer
+VLLM = "trl.generation.vllm_generation:VLLMGeneration"
 TEMPLATES = "trl.chat_template_utils"
 
 
@@ -73,6 +74,14 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "_logs", "rows of TRL's table of completions; its advantages are replaced"),
         Seam(GRPO, "_save_optimizer_and_scheduler(output_dir)", "extended: the baseline's state is saved beside it"),
         Seam(GRPO, "_load_optimizer_and_scheduler(checkpoint)", "extended: and read from there"),
+        Seam(GRPO, "create_scheduler(num_training_steps, optimizer)", "extended: lr_schedule in a LambdaLR"),
+        Seam(GRPO, "_created_lr_scheduler", "makes a second train() begin with a schedule of its own"),
+        Seam(GRPO, "use_vllm", "set, so that TRL asks vllm_generation for rollouts and weighs what differs"),
+        Seam(GRPO, "vllm_mode", 'set to "server": another one makes the tool loop look into an engine for its context'),
+        Seam(GRPO, "vllm_generation", "set to a SamplerCopy"),
+        Seam(GRPO, "_last_loaded_step", "the step whose weights the sampler has"),
+        Seam(GRPO, "eos_token_ids", "the tokens that end a response"),
+        Seam(GRPO, "generation_config", "how generate samples"),
         Seam(GRPO, "_tag_names", "tags of a model card"),
         Seam(GRPO, "_name", "the trainer's name in a model card"),
         Seam(
@@ -91,6 +100,11 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "disable_gradient_checkpointing(model, gradient_checkpointing_kwargs)",
             "as TRL does around passes without gradient",
         ),
+    ),
+    "otb/sampler_copy.py": (
+        Seam(VLLM, "sync_weights()", "what TRL calls where the policy has changed"),
+        Seam(VLLM, "generate(prompts, images)", "returns ids and log-probs in the second and third place"),
+        Seam(VLLM, "max_completion_length", "the longest response, which the trainers set"),
     ),
     "otb/tool_rollouts.py": (
         Seam(GRPO, "_generate(prompts)", "extended: follows every rollout from its prompt to its end"),

@@ -23,6 +23,10 @@ classes that take part in it:
 TRL makes the pass for log-probabilities of its own only where its loss needs one; `_measured` makes one otherwise, and
 only if the baseline declares that it needs it. The state of a baseline that learns goes into every checkpoint, beside
 the optimizer's. otb/seams.py lists every private name of TRL that this relies on.
+
+Methods beside the baseline, each off unless asked for, live in files of their own and touch the step in one place:
+`lr_schedule` (otb/schedules.py) sees the lengths in `_log_rollouts`; `sampler_dtype` (otb/sampler_copy.py) samples in
+the place of vLLM; otb/mismatch.py measures what a sampler's numbers differ by, wherever they are known.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ import math
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,8 +56,11 @@ from otb.baselines import StatefulBaseline
 from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
-from otb.options import Batches, refuse_broken_groups, refuse_generation, refuse_options
+from otb.mismatch import mismatch_metrics
+from otb.options import Batches, refuse_broken_groups, refuse_generation, refuse_options, refuse_sampler_dtype
 from otb.rollouts import OwnTokens, RolloutGroups, TokenStates, joined
+from otb.sampler_copy import SamplerCopy
+from otb.schedules import LengthTriggeredDecay
 from otb.score_norms import logit_gradient_proxy
 
 if TYPE_CHECKING:
@@ -98,7 +106,14 @@ class OTBConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Drop a rollout where the geometric mean over own tokens of trained / sampled probability leaves "
-            "(low, high): Geo-RS of the paper's 14B runs. Needs the sampler's log-probs, so vLLM."
+            "(low, high): Geo-RS of the paper's 14B runs. Needs the sampler's log-probs: vLLM, or sampler_dtype."
+        },
+    )
+    sampler_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Precision of a copy of the policy that samples, 'bfloat16'; its importance ratios are "
+            "those of the vllm_importance_sampling_* options. None: the policy samples itself."
         },
     )
 
@@ -120,6 +135,8 @@ class OTBTrainer(GRPOTrainer):
     Args:
         baseline: A function or object of the contract in `otb.baselines`; the paper's token baseline by default. One
             that carries state is copied, so that no other trainer learns with it: `trainer.baseline` is the copy.
+        lr_schedule: What the learning rate is multiplied by over the steps, an `otb.schedules.LengthTriggeredDecay`; it
+            is copied, too. None: as `args.lr_scheduler_type` says.
         args: An OTBConfig. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
         Everything else is as in `trl.GRPOTrainer`.
 
@@ -130,8 +147,19 @@ class OTBTrainer(GRPOTrainer):
     _tag_names = ["trl", "otb"]
     _buffered_inputs: list[dict] | None  # TRL's micro-batches of the last generation
     _name = "OTB"
+    lr_scheduler: Any
 
-    def __init__(self, model, reward_funcs=None, args=None, *positional, baseline: Callable = otb, **kwargs):
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args=None,
+        *positional,
+        baseline: Callable = otb,
+        lr_schedule: LengthTriggeredDecay | None = None,
+        **kwargs,
+    ):
+        self.lr_schedule = copy.deepcopy(lr_schedule)
         self.baseline: Any = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self._needs = baselines.needs_of(baseline)
         self._noise = GradientNoise() if getattr(args, "measure_gradient_noise", False) else None
@@ -139,6 +167,9 @@ class OTBTrainer(GRPOTrainer):
         self._needs_score_norms = "score_norms" in self._needs or logs_energy
         if args is not None:
             refuse_options(args, baseline, self._needs_score_norms or baselines.needs_scores(baseline))
+            refuse_sampler_dtype(args)
+            if lr_schedule is not None:
+                refuse_two_schedules(args, kwargs.get("optimizers"))
             if self._noise:
                 refuse_micro_batches(args)
         # What the hooks of one step leave for those that follow; see the order above.
@@ -154,6 +185,8 @@ class OTBTrainer(GRPOTrainer):
             set_seed(self.args.seed, device_specific=True)
         if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
             refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
+        if getattr(self.args, "sampler_dtype", None) is not None:
+            self._sample_by_copy(self.args.sampler_dtype)
         if self._needs & EXACT_NORMS:
             exact_norms.trainable(self.model)  # too many parameters are refused before the first rollout
             self._refuse_sharding(f"baseline {baselines.name_of(baseline)}", "a baseline with the proxy")
@@ -166,6 +199,21 @@ class OTBTrainer(GRPOTrainer):
                 f"{option} reads gradients of whole parameters on every process, and FSDP and DeepSpeed shard them. "
                 f"Use plain data parallelism, or {instead}."
             )
+
+    def _sample_by_copy(self, dtype: str) -> None:
+        """Puts a copy of the policy where TRL keeps vLLM: from here on it weighs what differs as it does for vLLM."""
+        self._refuse_sharding(f"sampler_dtype={dtype}", "sampler_dtype=None")
+        reader = ("the sampler's log-probs", "sampler_dtype=None")
+        refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json", reader=reader)
+        self.vllm_generation = SamplerCopy(
+            self.accelerator.unwrap_model(self.model),
+            self._causal_model(),
+            getattr(torch, dtype),
+            self.generation_config,
+            self.eos_token_ids,
+            getattr(self.args, "rows_per_generation", None),
+        )
+        self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1  # a server's context is the model's
 
     # ---- rollouts -> advantages
 
@@ -185,10 +233,13 @@ class OTBTrainer(GRPOTrainer):
 
     def _replace_advantages(self, output: dict) -> None:
         """Puts the baseline's advantages, (B,) or (B, C), in the place of TRL's group-mean ones (B,)."""
+        sampled_mask = response_mask(output)
         if (band := getattr(self.args, "geometric_ratio_band", None)) is not None:
             self._drop_mismatched(output, *band)
         own = OwnTokens(response_mask(output))
         rollouts = self._gathered_groups(own, **self._measured(output, own))
+        if output.get("sampling_per_token_logps") is not None:
+            self._log_mismatch(output, OwnTokens(sampled_mask))
         baseline = self.baseline(rollouts)
         advantages = advantages_of(rollouts, baseline)  # (P, G, T) or (P, G, 1)
 
@@ -226,6 +277,20 @@ class OTBTrainer(GRPOTrainer):
         output["completion_mask"] = output["completion_mask"] * ~outside.unsqueeze(1)
         share = self.accelerator.gather(outside.float()).mean().item()
         self._metrics["train"]["dropped_by_mismatch"].append(share)
+
+    def _log_mismatch(self, output: dict, own: OwnTokens) -> None:
+        """Logs how far the policy is from its sampler, over the rollouts of all processes.
+
+        own: of all rollouts, those of `_drop_mismatched` too. Without TRL's correction nothing may have measured the
+        policy's log-probs yet; then it takes a forward.
+        """
+        trained = output.get("old_per_token_logps", self._log_probs)
+        if trained is None:
+            self._log_probs = trained = self._extra_pass(output)[0]
+        ratio = self._gathered(own.pack(trained - output["sampling_per_token_logps"])).flatten(0, 1)
+        lengths = self._gathered(own.lengths).flatten()
+        alive = torch.arange(ratio.size(1), device=ratio.device) < lengths.unsqueeze(1)
+        self._log(mismatch_metrics(ratio, alive))
 
     def _gathered_groups(self, own: OwnTokens, totals: dict, reduced: dict, **measured: Tensor) -> RolloutGroups:
         """Returns the prompt groups of all processes, from what each of them measured.
@@ -476,6 +541,8 @@ class OTBTrainer(GRPOTrainer):
         if len(self.reward_funcs) > 1 or self.reward_weights[0] != 1:
             metrics.pop("accuracy", None)  # a weighted sum is no grade
         self._log(metrics)
+        if self.lr_schedule is not None:
+            self._observe_lengths(metrics["response_length_mean"])
         # TRL's completions table would show the advantages of its own baseline: show the mean of those in use.
         counts = rollouts.lengths.flatten().clamp(min=1) if advantages.shape[-1] > 1 else 1
         for _ in range(rollouts.rewards.numel()):
@@ -489,6 +556,31 @@ class OTBTrainer(GRPOTrainer):
 
     def _add_seconds(self, part: str, started: float) -> None:
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - started
+
+    # ---- a learning rate that follows the lengths
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if self.lr_schedule is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        # LambdaLR keeps the attributes of a callable object in its state, and so the checkpoints do.
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.lr_schedule)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _observe_lengths(self, mean_length: float) -> None:
+        schedule = cast(LengthTriggeredDecay, self.lr_schedule)
+        known = schedule.baseline is not None
+        schedule.observe(self.state.global_step, mean_length)
+        self._log(schedule.metrics())
+        if known or schedule.baseline is None or not self.accelerator.is_main_process:
+            return
+        if schedule.out_of_reach(self.max_completion_length):
+            warnings.warn(
+                f"responses begin with {schedule.baseline:.1f} tokens, and {schedule.ratio:g} times as many are not "
+                f"below max_completion_length={self.max_completion_length}: no surge can be seen, and the learning "
+                "rate stays. Use a smaller ratio, or a fixed_period.",
+                stacklevel=2,
+            )
 
     # ---- the baseline's state, in every checkpoint beside the optimizer's
 
@@ -557,6 +649,19 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def refuse_two_schedules(args: GRPOConfig, optimizers: tuple | None) -> None:
+    """Raises ValueError where something beside `lr_schedule` would move the learning rate."""
+    given = f"lr_scheduler_type={str(getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type))!r}"
+    if optimizers is not None and optimizers[1] is not None:
+        given = f"optimizers=(..., {type(optimizers[1]).__name__})"
+    elif given == "lr_scheduler_type='constant'":
+        return
+    raise ValueError(
+        f"{given} and lr_schedule would both set the learning rate. Use lr_scheduler_type='constant' and no scheduler "
+        "in optimizers; the schedule has a warmup of its own. Or leave lr_schedule out."
+    )
 
 
 def refuse_micro_batches(args: GRPOConfig) -> None:

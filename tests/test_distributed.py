@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from otb.baselines.energy_probe import EnergyProbe
+from otb.mismatch import mismatch_metrics
 from otb.rollouts import RolloutGroups
+from otb.schedules import LengthTriggeredDecay
 from tests.support.groups import seen_by
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -80,3 +82,22 @@ def test_gradient_noise_of_two_ranks_is_that_of_all_their_groups(trained):
     logged = json.loads((trained / "noise" / "metrics.json").read_text())
     assert logged["gradient_noise"] == pytest.approx(float((small - large) / (1 / 2 - 1 / 8)), rel=1e-3)
     assert logged["gradient_signal"] == pytest.approx(float((8 * large - 2 * small) / 6), rel=1e-3, abs=1e-6)
+
+
+def test_learning_rate_and_mismatch_of_two_ranks_are_those_of_all_their_rollouts(trained):
+    ranks = [torch.load(trained / "copied" / f"rank{rank}.pt") for rank in (0, 1)]
+    width = max(ratio.shape[1] for rank in ranks for ratio in rank["ratios"])
+    steps = torch.full((4, 12, width), torch.nan)
+    for rank, found in enumerate(ranks):
+        for step, ratio in enumerate(found["ratios"]):
+            steps[step, 6 * rank : 6 * rank + 6, : ratio.shape[1]] = ratio
+    alone = LengthTriggeredDecay(warmup=0, baseline_steps=1, ratio=1.001, period_factor=0.5)
+    for step, ratio in enumerate(steps):
+        expected = mismatch_metrics(ratio, ~ratio.isnan()) | {"learning_rate": 1e-3 * alone(step)}
+        assert expected["mismatch_k3"] > 0
+        for rank in ranks:
+            row = rank["rows"][step]
+            assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-9)
+        alone.observe(step, float((~ratio.isnan()).sum(1).float().mean()))
+    assert alone.surge_step is not None and ranks[0]["rows"][3]["learning_rate"] < 1e-3
+    assert ranks[0]["rows"][3]["learning_rate"] == ranks[1]["rows"][3]["learning_rate"]

@@ -15,6 +15,12 @@ from tests.support.holds import Hold
 from tests.support.same_runs import assert_same_run
 
 KILLS = 20
+EAGER_SCHEDULE = {  # the third step fires, whose responses are longer than those of the first two
+    "schedule__warmup": 2,
+    "schedule__baseline_steps": 2,
+    "schedule__ratio": 1.0001,
+    "schedule__period_factor": 0.6,
+}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +111,7 @@ def test_a_run_killed_in_the_middle_of_something_equals_an_uninterrupted_one(
         dict(measure_gradient_noise="true", model__rollouts_per_forward=4),
         dict(model__lora__r=4),
         dict(model__rollouts_per_forward=2),
+        dict(rollouts_by="hf_bfloat16", schedule="length_triggered", **EAGER_SCHEDULE),
         dict(evaluation__tasks="[arithmetic]", evaluation__max_rows=3),
         dict(model__lora__r=4, trainer__beta=0.1, model__rollouts_per_forward=4, trainer__num_iterations=2, steps=8),
     ],
@@ -124,8 +131,9 @@ def test_resume_is_exact_for_every_kind_of_run(policy, tmp_path, log, changed):
         assert code == 0, printed
         assert ("resuming at step" in printed) == kill
     assert_same_run(the_run(tmp_path / "killed"), the_run(tmp_path / "whole"))
-    gradients = [row["gradient_norm"] for row in rows(the_run(tmp_path / "killed") / "metrics.jsonl")]
-    assert max(gradients) > 0
+    metrics = rows(the_run(tmp_path / "killed") / "metrics.jsonl")
+    assert max(row["gradient_norm"] for row in metrics) > 0
+    assert ("length_surge_step" in metrics[-1]) == ("schedule" in changed), "the schedule fires, and after the kill"
 
 
 def test_a_run_killed_in_its_warm_start_equals_an_uninterrupted_one(tmp_path, log):

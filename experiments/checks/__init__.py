@@ -18,6 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from experiments.build import build
 from experiments.checks.model import check_model
+from experiments.checks.schedule import check_schedule
 from experiments.checks.target import check_target
 from experiments.checks.trainer import check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
@@ -55,6 +56,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     check_held_out(cfg)
     check_trainer(cfg)
     _check_baseline(cfg)
+    check_schedule(cfg)
     _check_band(cfg)
     check_gpus(cfg)
     gpu_bytes = None
@@ -132,7 +134,7 @@ def _check_band(cfg: DictConfig) -> None:
     if cfg.rollouts_by.name == "hf":
         raise RunError(
             "geometric_ratio_band compares the policy that trains with a sampler of other numerics, and rollouts_by=hf "
-            "samples with the policy itself. Use rollouts_by=vllm, or geometric_ratio_band=null."
+            "samples with the policy itself. Use rollouts_by=vllm (or hf_bfloat16), or geometric_ratio_band=null."
         )
 
 

@@ -108,7 +108,7 @@ def decoding_seconds(step: Step, sequences: float, mean_response: float, card: C
     Computation: 2 operations per parameter and sequence. Both at `sampling_efficiency` of the card.
     """
     a = step.architecture
-    gpus = step.tensor_parallel if step.sampler != "hf" else 1
+    gpus = 1 if step.generates else step.tensor_parallel
     # Float32 weights under autocast: generate reads them, writes bfloat16 copies and reads those, for every token.
     per_parameter, number = (8, 4) if step.sampler == "hf" and step.precision == "mixed" else (step.number, step.number)
     cache = sequences * kv_bytes_per_token(a, number) * (step.prompt + mean_response / 2)
@@ -123,7 +123,7 @@ def sampling_seconds(step: Step, rollouts: float, mean_response: float, card: Ca
     vLLM keeps as many sequences at a time as its cache holds, and is never faster than one response of full length by
     itself. HF generate runs batch after batch, each to its longest response.
     """
-    if step.sampler == "hf":
+    if step.generates:
         if step.parallel != "ddp" and step.processes > 1:
             return None  # weights are gathered from the other GPUs for every token
         rows = min(step.rows or rollouts, rollouts)

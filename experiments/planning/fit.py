@@ -116,7 +116,7 @@ def other_steps(step: Step, reserve: float) -> Iterator[Step]:
         dict.fromkeys((step.sync_each_forward, True)),
     ):
         sharded = parallel != "ddp"
-        if rollouts % processes or (sharded and (processes == 1 or sampler == "hf")):
+        if rollouts % processes or (sharded and (processes == 1 or sampler in ("hf", "hf_bfloat16"))):
             continue
         if sync != step.sync_each_forward and parallel != "fsdp2":
             continue
@@ -129,7 +129,7 @@ def other_steps(step: Step, reserve: float) -> Iterator[Step]:
         if sampler == "vllm" and vllm_room(moved) < 1:
             moved = replace(moved, memory_share=largest_share(moved, reserve))
         forwards = [n for n in range(1, min(step.forward, local) + 1) if local % n == 0]
-        rows = dict.fromkeys((step.rows, *FEWER_ROWS)) if sampler == "hf" else [step.rows]
+        rows = dict.fromkeys((step.rows, *FEWER_ROWS)) if moved.generates else [step.rows]
         for forward, generated in itertools.product(forwards, rows):
             yield replace(moved, forward=forward, rows=generated)
 

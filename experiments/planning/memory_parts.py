@@ -32,10 +32,12 @@ DEEPSPEED_BUCKET = 500_000_000  # reduce_bucket_size, in numbers; two of them wi
 def weights(step: Step) -> float:
     """Returns bytes of the weights: 4 per trained parameter (float32), 2 of zero3 in bfloat16, over the processes.
 
-    Frozen weights beneath LoRA have the dtype of the forward (experiments/train.py, weights_dtype).
+    Frozen weights beneath LoRA have the dtype of the forward (experiments/train.py, weights_dtype). A copy that samples
+    has 2 for each of all.
     """
     per_trained = step.number if step.parallel == "zero3" else 4
-    return (per_trained * step.trained + step.number * step.frozen) * step.share
+    copied = 2.0 * (step.trained + step.frozen) if step.sampler == "hf_bfloat16" else 0.0
+    return (per_trained * step.trained + step.number * step.frozen) * step.share + copied
 
 
 def optimizer(step: Step) -> float:
@@ -213,7 +215,7 @@ def sampling(step: Step) -> dict[str, float]:
     weights (ds3_gather_for_generation). vllm: its share of the GPU; the largest weight whole, as it is handed over.
     """
     a = step.architecture
-    if step.sampler != "hf":
+    if not step.generates:
         share = step.memory_share * step.card if step.sampler == "vllm" else 0.0
         return {"vllm": share, "copies": 4.0 * a.embedding_parameters}
     rows = min(step.rows or step.rollouts, step.rollouts)

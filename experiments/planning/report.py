@@ -120,7 +120,7 @@ def facts(step: Step, assumptions: DictConfig) -> list[str]:
         f"Never made: {logits_avoided(step) / GB:.1f} GB of float32 logits a forward of {step.forward} rollouts. "
         f"KV cache: {kv_bytes_per_token(step.architecture) / 1e3:.0f} kB a token in bfloat16."
     )
-    if step.sampler != "hf":
+    if not step.generates:
         engine = f"{step.tensor_parallel} GPU" + ("s" if step.tensor_parallel > 1 else "")
         lines.append(f"vLLM's cache holds {vllm_room(step):.0f} rollouts of full length at a time on {engine}.")
     if step.sampler == "vllm":

@@ -20,7 +20,8 @@ class Step:
         checkpointing: gradient checkpointing, of whole layers.
         sync_each_forward: whether fsdp2 reduces gradients after every forward of a step (`sync_each_batch` of
             accelerate); by default only after the last, and keeps them whole until then.
-        sampler: hf, vllm (in this process) or vllm_server (on other GPUs); rows: generated at a time by hf.
+        sampler: hf, hf_bfloat16, vllm (in this process) or vllm_server (on other GPUs); rows: generated at a time by
+            the first two.
         tensor_parallel, memory_share, sleep: of vllm; memory_share is of `card`, the bytes of a GPU.
         on_gpu: False for the formulas of a CPU, against which peaks are measured.
     """
@@ -65,6 +66,11 @@ class Step:
     def share(self) -> float:
         """Returns the share of weights, gradients and optimizer that this process holds: 1 under ddp."""
         return 1.0 if self.parallel == "ddp" else 1.0 / self.processes
+
+    @property
+    def generates(self) -> bool:
+        """Returns whether transformers' generate samples, by the policy or by a bfloat16 copy of it."""
+        return self.sampler in ("hf", "hf_bfloat16")
 
     @property
     def number(self) -> int:

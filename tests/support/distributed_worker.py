@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from otb import OTBTrainer
 from otb.baselines import declare
 from otb.baselines.energy_probe import EnergyProbe
+from otb.schedules import LengthTriggeredDecay
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
+from otb.trainer import response_mask
 from tests.support.trainers import RecordingTrainer, byte_reward, config, dataset, group_gradients
 
 
@@ -104,6 +106,37 @@ def noise(policy: str, output: str) -> None:
         Path(output, "metrics.json").write_text(json.dumps(trainer.state.log_history[0]))
 
 
+class RatioTrainer(OTBTrainer):
+    """Keeps log pi of the policy minus the sampler's of this rank's own tokens, NaN elsewhere, before every step."""
+
+    def __init__(self, *args, **kwargs):
+        self.ratios = []
+        super().__init__(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        ratio = output["old_per_token_logps"] - output["sampling_per_token_logps"]
+        self.ratios.append(ratio.masked_fill(~response_mask(output), torch.nan))
+        return output
+
+
+def copied(policy: str, output: str) -> None:
+    """Four steps with a bfloat16 copy that samples, and a learning rate that follows the lengths."""
+    options = dict(max_steps=4, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
+    options |= dict(sampler_dtype="bfloat16", vllm_importance_sampling_mode="token_truncate")
+    trainer = RatioTrainer(
+        AutoModelForCausalLM.from_pretrained(policy),
+        byte_reward,
+        config(output, **options),
+        dataset(),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+        lr_schedule=LengthTriggeredDecay(warmup=0, baseline_steps=1, ratio=1.001, period_factor=0.5),
+    )
+    trainer.train()
+    found = {"ratios": trainer.ratios, "rows": trainer.state.log_history[:4]}
+    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+
+
 def otb(policy: str, output: str) -> None:
     """One step whose second group has two rollouts on either rank."""
     # 6 rollouts a rank in groups of 4
@@ -118,7 +151,7 @@ def otb(policy: str, output: str) -> None:
 
 
 if __name__ == "__main__":
-    for train in (otb, probe, noise):
+    for train in (otb, probe, noise, copied):
         folder = Path(sys.argv[2], train.__name__)
         folder.mkdir(exist_ok=True)
         train(sys.argv[1], str(folder))

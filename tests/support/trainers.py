@@ -83,6 +83,8 @@ def naive_otb_advantages(trainer, output) -> torch.Tensor:
     probs = logits.softmax(-1)
     sampled = probs.gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)
     w = 1 - 2 * sampled + probs.square().sum(-1)
+    if "importance_sampling_ratio" in output:
+        w = w * output["importance_sampling_ratio"].double().square()
     rewards = trainer._rewards_per_function[:, 0].double()
     result = torch.zeros_like(w)
     group_size = trainer.num_generations
