@@ -21,6 +21,7 @@ TITLES = {
     "trainer": "options of trl.GRPOConfig",
     "parallel": "how the processes of a run share the policy",
     "rollouts_by": "what samples",
+    "token_weights": "what multiplies the advantages, token by token",
     "experiment": "recipes: fixed values and axes of a sweep",
     "hydra/launcher": "where the runs of a sweep are made",
 }

@@ -122,6 +122,7 @@ def _trainer(
         peft_config=inputs.lora,
         environment_factory=inputs.environment,
         baseline=build(cfg, "baseline"),
+        token_weights=build(cfg, "token_weights") if cfg.token_weights else None,
         directory=directory,
         lock=lock,
         schedule=schedule(cfg),
