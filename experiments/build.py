@@ -19,6 +19,11 @@ def is_tiny(model: DictConfig) -> bool:
     return "warm_start" in model  # in conf/model/tiny.yaml alone
 
 
+def weighs_tokens(cfg: DictConfig) -> bool:
+    """Tells whether another choice than `token_weights=none` was made."""
+    return "_target_" in (cfg.get("token_weights") or {})
+
+
 def unless_tiny(text: str, *, _root_) -> str | None:
     """Returns the text where the configuration has another model than `model=tiny`; yamls call it ${unless_tiny:...}.
 

@@ -88,9 +88,15 @@ METRICS = {
         "of the signal", "what the weights are made of, mean over own tokens: of arca the norm of the residual"
     ),
     "token_signal_max": Metric("of the signal", "the same, largest"),
-    "energy_mean": Metric("norm^2", "realized energy W_T = sum_t w_t per scored rollout, mean; w: the proxy"),
+    "energy_mean": Metric(
+        "norm^2",
+        "realized energy W_T = sum_t w_t per scored rollout, mean; w: the proxy, times the squared factor of the token "
+        "with token_weights=",
+    ),
     "energy_spread": Metric("norm^2", "realized energy per scored rollout, standard deviation"),
-    "total_power": Metric("reward^2 norm^2", "sum_t w_t A_t^2 per scored rollout, mean: token-diagonal power"),
+    "total_power": Metric(
+        "reward^2 norm^2", "sum_t w_t A_t^2 per scored rollout, mean: token-diagonal power; A before token_weights="
+    ),
     "verl_power": Metric(
         "reward^2 norm^2", "verl's form of it: W_T (mean_t A_t)^2 per scored rollout, mean; equal for one A per rollout"
     ),
@@ -159,7 +165,7 @@ WHERE_AND_HOW = (
 )
 # Keys that run directories of earlier versions lack, with what those runs did. Neither their absence nor this value
 # makes another run or another setting.
-ADDED_LATER: dict[str, object] = {
+ADDED_LATER = {
     "evaluation.data_dir": None,
     "evaluation.max_rows": None,
     "evaluation.tasks": None,
@@ -169,7 +175,7 @@ ADDED_LATER: dict[str, object] = {
     "model.gguf_file": None,
     "rollouts_by.name": "hf",
     "task.instruction": None,
-    "token_weights": {},
+    "token_weights.signal": None,
     "task.files": "simplelr_qwen_level3to5/train.parquet",  # of math_lvl3to5, which was read from a local folder alone
     "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use
     "trainer.vllm_importance_sampling_mode": "token_truncate",

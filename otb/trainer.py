@@ -13,7 +13,7 @@ classes that take part in it:
             _get_tool_suffix_ids               Tool > GRPO        the reply to a tool call
           _get_per_token_logps_and_entropies   OTB > GRPO         a no-grad pass, here with log sum pi^2
           _calculate_rewards                   OTB > GRPO         rewards, which are kept
-          _replace_advantages                  OTB                pack, measure, baseline, advantages, unpack
+          _replace_advantages                  OTB                pack, measure, baseline, advantages, weights, unpack
             _log_rollouts                      Run > OTB          metrics of the rollouts
       _compute_loss                            GRPO               then the backward pass
     _get_grad_norm                             Run > OTB > HF     once per optimizer step, before it
@@ -21,8 +21,8 @@ classes that take part in it:
       log                                      Run > GRPO         the metrics row
 
 TRL makes the pass for log-probabilities of its own only where its loss needs one; `_measured` makes one otherwise, and
-only if the baseline declares that it needs it. The state of a baseline that learns goes into every checkpoint, beside
-the optimizer's. otb/seams.py lists every private name of TRL that this relies on.
+only if the baseline declares that it needs it, or token weights do. The state of what learns, a baseline or the mean of
+running weights, goes into every checkpoint beside the optimizer's. otb/seams.py lists every private name of TRL that this relies on.
 """
 
 from __future__ import annotations

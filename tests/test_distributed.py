@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from otb.baselines.energy_probe import EnergyProbe
-from otb.rollouts import RolloutGroups
+from otb.rollouts import OwnTokens, RolloutGroups, joined
+from otb.token_weights import TokenWeights
 from tests.support.groups import seen_by
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -80,3 +81,25 @@ def test_gradient_noise_of_two_ranks_is_that_of_all_their_groups(trained):
     logged = json.loads((trained / "noise" / "metrics.json").read_text())
     assert logged["gradient_noise"] == pytest.approx(float((small - large) / (1 / 2 - 1 / 8)), rel=1e-3)
     assert logged["gradient_signal"] == pytest.approx(float((8 * large - 2 * small) / 6), rel=1e-3, abs=1e-6)
+
+
+def test_token_weights_of_two_ranks_are_those_of_one_process_that_sees_all_rollouts(trained):
+    ranks = [torch.load(trained / "weights" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
+    saved = torch.load(trained / "weights" / "checkpoint-3" / "token_weights.pt", weights_only=True)
+    assert ranks[0]["state"] == ranks[1]["state"] == saved and saved["count"] > 0
+    alone = TokenWeights("arca", normalise="running")
+    for steps in zip(*(rank["kept"] for rank in ranks), strict=True):
+        assert steps[0]["state"] == steps[1]["state"]
+        assert alone.state_dict() == pytest.approx(steps[0]["state"], rel=1e-6)
+        own, signals, rewards, advantages = (
+            joined([step[name] for step in steps], dim=1) for name in ("own", "signals", "rewards", "advantages")
+        )
+        packed = OwnTokens(own)
+        signals = signals[:, : packed.width]
+        rewards = rewards.view(-1, 4)
+        baseline = (rewards.sum(1, keepdim=True) - rewards) / 3
+        expected = (rewards - baseline).view(-1, 1) * alone.factors(signals, packed.own)
+        torch.testing.assert_close(packed.pack(advantages), expected)
+        alone.update(signals, packed.own)
+    assert alone.state_dict() == pytest.approx(saved, rel=1e-6)

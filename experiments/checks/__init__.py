@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from experiments.build import build
+from experiments.build import build, weighs_tokens
 from experiments.checks.model import check_model
 from experiments.checks.target import check_target
 from experiments.checks.token_weights import check_token_weights
@@ -116,9 +116,7 @@ def _check_baseline(cfg: DictConfig) -> None:
         build(cfg, "baseline")  # its constructor may refuse a value
     try:
         needs_scores = cfg.log_energy or cfg.measure_gradient_noise or baselines.needs_scores(baseline)
-        refuse_options(
-            SimpleNamespace(**(options | dict(cfg.trainer))), baseline, needs_scores, bool(cfg.token_weights)
-        )
+        refuse_options(SimpleNamespace(**(options | dict(cfg.trainer))), baseline, needs_scores, weighs_tokens(cfg))
     except ValueError as error:
         raise RunError(str(error).replace("num_generations=", "group_size=")) from error
 

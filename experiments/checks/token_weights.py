@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import build
+from experiments.build import build, weighs_tokens
 from experiments.checks.target import check_target
 from otb.errors import RunError
 from otb.token_weights import refuse_without_base
@@ -12,12 +12,11 @@ from otb.token_weights import refuse_without_base
 
 def check_token_weights(cfg: DictConfig) -> None:
     """Raises RunError for values that make no sense, and for weights whose base the model does not have."""
-    node = cfg.token_weights
-    if not node:
+    node = cfg.get("token_weights") or {}
+    if not weighs_tokens(cfg):
+        for key in [key for key, value in node.items() if value is not None]:
+            raise RunError(f"token_weights.{key}={node[key]} is set without a choice. Add token_weights=arca.")
         return
-    if "_target_" not in node:
-        key = next(iter(node))
-        raise RunError(f"token_weights.{key}={node[key]} is set without a choice. Add token_weights=arca.")
     check_target("token_weights", node)
     weights = build(cfg, "token_weights")
     if not weights.reads_base:
