@@ -22,7 +22,8 @@ classes that take part in it:
 
 TRL makes the pass for log-probabilities of its own only where its loss needs one; `_measured` makes one otherwise, and
 only if the baseline declares that it needs it, or token weights do. The state of what learns, a baseline or the mean of
-running weights, goes into every checkpoint beside the optimizer's. otb/seams.py lists every private name of TRL that this relies on.
+running weights, goes into every checkpoint beside the optimizer's. otb/seams.py lists every private name of TRL
+that this relies on.
 """
 
 from __future__ import annotations
