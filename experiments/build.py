@@ -15,7 +15,7 @@ from otb.errors import RunError, first_line
 from otb.sandbox import Sandbox, SandboxFailure
 
 # Groups that may be off (`_target_: null`) -> the argument of OTBTrainer that takes what they name.
-METHODS = {"schedule": "lr_schedule"}
+METHODS = {"schedule": "lr_schedule", "token_weights": "token_weights"}
 
 
 def is_tiny(model: DictConfig) -> bool:
@@ -73,7 +73,7 @@ def methods(cfg: DictConfig) -> dict[str, Any]:
 
 def is_off(cfg: DictConfig, group: str) -> bool:
     """Tells whether a group of METHODS has the choice that does nothing."""
-    return cfg[group].get("_target_") is None
+    return (cfg.get(group) or {}).get("_target_") is None
 
 
 @contextmanager

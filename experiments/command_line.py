@@ -22,7 +22,8 @@ from experiments.warning_signal import Interrupted
 from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, first_line
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "schedule", "experiment")
+CHOICES = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "experiment")
+GROUPS = (*CHOICES, "schedule", "token_weights")
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def accept_open_keys(arguments: list[str]) -> list[str]:
     """
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
     opened = re.compile(
-        r"(trainer|baseline|task|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]"
+        r"(trainer|baseline|token_weights|task|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]"
         r"|model\.(chat_template|gguf_file|attn_implementation)="
     )
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]

@@ -22,6 +22,7 @@ TITLES = {
     "parallel": "how the processes of a run share the policy",
     "rollouts_by": "what samples",
     "schedule": "how the learning rate moves over the steps",
+    "token_weights": "what multiplies the advantages, token by token",
     "experiment": "recipes: fixed values and axes of a sweep",
     "hydra/launcher": "where the runs of a sweep are made",
 }

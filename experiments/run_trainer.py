@@ -62,6 +62,7 @@ RESUME_FILES = (  # of a checkpoint, what only a resumed run reads
     "rng_state*",
     "scaler*",
     "scheduler*",
+    "token_weights.pt",
     "zero_to_*.py",
 )
 

@@ -5,6 +5,7 @@ The names are those of `otb.records.METRICS`, which holds units and definitions.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from otb.baselines import Baseline
@@ -44,7 +45,8 @@ def advantage_metrics(rollouts: RolloutGroups, baseline: Baseline | Tensor, adva
     if advantages.shape[-1] == 1:  # one value per rollout stands for each of its own tokens
         weight = (rollouts.lengths * rollouts.scored).unsqueeze(-1).to(advantages.dtype)
     else:
-        weight = rollouts.alive.to(advantages.dtype)
+        alive = rollouts.reached(advantages.shape[-1]) & rollouts.scored.unsqueeze(-1)
+        weight = alive.to(advantages.dtype)
     if not (count := weight.sum()):
         return {}
     metrics: dict[str, float] = {}
@@ -75,3 +77,40 @@ def energy_metrics(rollouts: RolloutGroups, advantages: Tensor) -> dict[str, flo
         "total_power": power.mean().item(),
         "verl_power": (energy * averaged.square()).mean().item(),
     }
+
+
+def token_weight_metrics(signals: Tensor | None, factors: Tensor, own: Tensor) -> dict[str, float]:
+    """Returns how unequal the token weights of a step are, and what they were made of; nothing without own tokens.
+
+    signals (P, G, T) >= 0, None for uniform weights; factors, own bool (P, G, T), 0 past the last own token.
+    """
+    if not own.any():
+        return {}
+    metrics = {
+        "token_weight_gini": gini(factors, own).nanmean().item(),
+        "token_weight_support": effective_support(factors, own).nanmean().item(),
+        "token_weight_mean": factors[own].mean().item(),
+    }
+    if signals is not None:
+        metrics |= {"token_signal_mean": signals[own].mean().item(), "token_signal_max": signals[own].max().item()}
+    return metrics
+
+
+def gini(weights: Tensor, own: Tensor) -> Tensor:
+    """Returns sum_i (2 i - n - 1) w_(i) / (n sum w), w_(i) ascending: 0 for equal ones, (n - 1) / n for a single one.
+
+    weights (..., T) >= 0, own (..., T) bool, n of them True -> (...); NaN for n = 0.
+    """
+    n = own.sum(-1, keepdim=True)
+    rank = torch.arange(1, own.shape[-1] + 1, device=own.device)
+    ascending = weights.masked_fill(~own, torch.inf).sort(-1).values.masked_fill(rank > n, 0)
+    return ((2 * rank - n - 1) * ascending).sum(-1) / (n.squeeze(-1) * ascending.sum(-1))
+
+
+def effective_support(weights: Tensor, own: Tensor) -> Tensor:
+    """Returns (sum w)^2 / (n sum w^2), the share of the tokens that carry the weight: 1 for equal ones, 1 / n for one.
+
+    Arguments and shapes as in `gini`.
+    """
+    kept = weights.masked_fill(~own, 0)
+    return kept.sum(-1).square() / (own.sum(-1) * kept.square().sum(-1))

@@ -39,8 +39,11 @@ SCORE_NORMS = ("the score norms", "a baseline without energy")  # what reads the
 SAMPLER_DTYPES = ("bfloat16",)
 
 
-def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool) -> None:
-    """Raises ValueError for options that do not fit the baseline. args: a GRPOConfig, or what has its attributes."""
+def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool, weighs_tokens: bool = False) -> None:
+    """Raises ValueError for options that do not fit the baseline. args: a GRPOConfig, or what has its attributes.
+
+    weighs_tokens: whether token weights make an advantage per token of whatever the baseline returns.
+    """
     name, group_size = baselines.name_of(baseline), args.num_generations
     if group_size < (smallest := baselines.min_group_size_of(baseline)):
         other = ", or use a baseline that works with one rollout (none, otb, energy_probe)" if group_size == 1 else ""
@@ -53,7 +56,8 @@ def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool) -> No
             f"multi_objective_aggregation={args.multi_objective_aggregation!r} normalises each reward by its group, "
             "which is a baseline of its own. Use 'sum_then_normalize'."
         )
-    if baselines.is_per_token(baseline):
+    if weighs_tokens or baselines.is_per_token(baseline):
+        name = name if baselines.is_per_token(baseline) else "token_weights"
         if args.off_policy_mask_threshold is not None:
             raise ValueError(
                 f"off_policy_mask_threshold={args.off_policy_mask_threshold} keeps or drops whole rollouts by the sign "

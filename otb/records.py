@@ -100,9 +100,27 @@ METRICS = {
     "advantage_max": Metric("reward", "largest absolute advantage used"),
     "baseline_mean": Metric("reward", "mean of the baseline over own tokens"),
     "baseline_spread": Metric("reward", "standard deviation of the baseline over own tokens"),
-    "energy_mean": Metric("norm^2", "realized energy W_T = sum_t w_t per scored rollout, mean; w: the proxy"),
+    "token_weight_gini": Metric(
+        "1",
+        "Gini coefficient of a rollout's token weights, mean over rollouts; 0 = equal; with token_weights=",
+    ),
+    "token_weight_support": Metric(
+        "share", "effective support 1 / (T sum_t w_t^2) of a rollout's weights w_t that sum to 1, mean; 1 = equal"
+    ),
+    "token_weight_mean": Metric("1", "factor of the advantages, mean over own tokens; not 1 with normalise=running"),
+    "token_signal_mean": Metric(
+        "of the signal", "what the weights are made of, mean over own tokens: of arca the norm of the residual"
+    ),
+    "token_signal_max": Metric("of the signal", "the same, largest"),
+    "energy_mean": Metric(
+        "norm^2",
+        "realized energy W_T = sum_t w_t per scored rollout, mean; w: the proxy, times the squared factor of the token "
+        "with token_weights=",
+    ),
     "energy_spread": Metric("norm^2", "realized energy per scored rollout, standard deviation"),
-    "total_power": Metric("reward^2 norm^2", "sum_t w_t A_t^2 per scored rollout, mean: token-diagonal power"),
+    "total_power": Metric(
+        "reward^2 norm^2", "sum_t w_t A_t^2 per scored rollout, mean: token-diagonal power; A before token_weights="
+    ),
     "verl_power": Metric(
         "reward^2 norm^2", "verl's form of it: W_T (mean_t A_t)^2 per scored rollout, mean; equal for one A per rollout"
     ),
@@ -182,6 +200,7 @@ ADDED_LATER = {
     "rollouts_by.name": "hf",
     "schedule._target_": None,
     "task.instruction": None,
+    "token_weights.signal": None,
     "task.files": "simplelr_qwen_level3to5/train.parquet",  # of math_lvl3to5, which was read from a local folder alone
     "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use
     "trainer.vllm_importance_sampling_mode": "token_truncate",

@@ -101,7 +101,11 @@ class RolloutGroups(MeasuredOnRequest):
     @cached_property
     def own(self) -> Tensor:
         """(P, G, T) bool: the rollout reaches its t-th own token."""
-        t = torch.arange(self.tokens, device=self.lengths.device, dtype=self.lengths.dtype)
+        return self.reached(self.tokens)
+
+    def reached(self, tokens: int) -> Tensor:
+        """Returns (P, G, tokens) bool: the rollout reaches its t-th own token, on an axis of any width."""
+        t = torch.arange(tokens, device=self.lengths.device, dtype=self.lengths.dtype)
         return t < self.lengths.unsqueeze(-1)
 
     @cached_property

@@ -66,8 +66,8 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "_calculate_rewards()", "extended: (P * G, reward functions) of all processes"),
         Seam(
             GRPO,
-            "_get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep)",
-            "extended and called: the first that it returns are log-probabilities (B, logits_to_keep)",
+            "_get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, *, compute_entropy)",
+            "extended and called: it returns log-probabilities and entropies (B, logits_to_keep) first",
         ),
         Seam(GRPO, "_get_grad_norm()", "extended: asked once per optimizer step, before it"),
         Seam(GRPO, "_metrics", "metrics of the step, by mode, as lists"),

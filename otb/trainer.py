@@ -13,7 +13,7 @@ classes that take part in it:
             _get_tool_suffix_ids               Tool > GRPO        the reply to a tool call
           _get_per_token_logps_and_entropies   OTB > GRPO         a no-grad pass, here with log sum pi^2
           _calculate_rewards                   OTB > GRPO         rewards, which are kept
-          _replace_advantages                  OTB                pack, measure, baseline, advantages, unpack
+          _replace_advantages                  OTB                pack, measure, baseline, advantages, weights, unpack
             _log_rollouts                      Run > OTB          metrics of the rollouts
       _compute_loss                            GRPO               then the backward pass
     _get_grad_norm                             Run > OTB > HF     once per optimizer step, before it
@@ -21,17 +21,20 @@ classes that take part in it:
       log                                      Run > GRPO         the metrics row
 
 TRL makes the pass for log-probabilities of its own only where its loss needs one; `_measured` makes one otherwise, and
-only if the baseline declares that it needs it. The state of a baseline that learns goes into every checkpoint, beside
-the optimizer's. otb/seams.py lists every private name of TRL that this relies on.
+only if the baseline declares that it needs it, or token weights do. The state of what learns, a baseline or the mean of
+running weights, goes into every checkpoint beside the optimizer's. otb/seams.py lists every private name of TRL
+that this relies on.
 
 Methods beside the baseline, each off unless asked for, live in files of their own and touch the step in one place:
-`lr_schedule` (otb/schedules.py) sees the lengths in `_log_rollouts`; `sampler_dtype` (otb/sampler_copy.py) samples in
-the place of vLLM; otb/mismatch.py measures what a sampler's numbers differ by, wherever they are known.
+`lr_schedule` (otb/schedules.py) sees the lengths in `_log_rollouts`; `token_weights` (otb/token_weights.py) multiply
+the advantages; `sampler_dtype` (otb/sampler_copy.py) samples in the place of vLLM; otb/mismatch.py measures what a
+sampler's numbers differ by, wherever they are known.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
 import random
@@ -50,18 +53,19 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head
 
-from otb import baselines, exact_norms
+from otb import adapters, baselines, exact_norms
 from otb.advantages import advantages as advantages_of
 from otb.baselines import StatefulBaseline
 from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
-from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
+from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, token_weight_metrics
 from otb.mismatch import mismatch_metrics
 from otb.options import Batches, refuse_broken_groups, refuse_generation, refuse_options, refuse_sampler_dtype
 from otb.rollouts import OwnTokens, RolloutGroups, TokenStates, joined
 from otb.sampler_copy import SamplerCopy
 from otb.schedules import LengthTriggeredDecay
 from otb.score_norms import logit_gradient_proxy
+from otb.token_weights import OF_THE_BASE, TokenWeights, refuse_without_base, residuals, weighted_norms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
 LENGTH_CHUNKS = 4  # batches of the extra pass, by length; more would save little padding and make its matrices small
 EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})
 BASELINE_STATE = "baseline.pt"  # the file in a checkpoint that holds the state of a baseline that learns
+TOKEN_WEIGHTS_STATE = "token_weights.pt"  # and of token weights with normalise="running"
 
 
 class _SingleRollout(int):
@@ -137,6 +142,7 @@ class OTBTrainer(GRPOTrainer):
             that carries state is copied, so that no other trainer learns with it: `trainer.baseline` is the copy.
         lr_schedule: What the learning rate is multiplied by over the steps, an `otb.schedules.LengthTriggeredDecay`; it
             is copied, too. None: as `args.lr_scheduler_type` says.
+        token_weights: What multiplies the advantages token by token (otb/token_weights.py), copied too; None: nothing.
         args: An OTBConfig. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
         Everything else is as in `trl.GRPOTrainer`.
 
@@ -157,30 +163,46 @@ class OTBTrainer(GRPOTrainer):
         *positional,
         baseline: Callable = otb,
         lr_schedule: LengthTriggeredDecay | None = None,
+        token_weights: TokenWeights | None = None,
         **kwargs,
     ):
         self.lr_schedule = copy.deepcopy(lr_schedule)
+        self.token_weights = copy.deepcopy(token_weights)
         self.baseline: Any = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self._needs = baselines.needs_of(baseline)
         self._noise = GradientNoise() if getattr(args, "measure_gradient_noise", False) else None
         logs_energy = self._noise is not None or getattr(args, "log_energy", False)
         self._needs_score_norms = "score_norms" in self._needs or logs_energy
         if args is not None:
-            refuse_options(args, baseline, self._needs_score_norms or baselines.needs_scores(baseline))
+            needs_scores = self._needs_score_norms or baselines.needs_scores(baseline)
+            refuse_options(args, baseline, needs_scores, token_weights is not None)
             refuse_sampler_dtype(args)
             if lr_schedule is not None:
                 refuse_two_schedules(args, kwargs.get("optimizers"))
             if self._noise:
                 refuse_micro_batches(args)
+        if token_weights is not None and token_weights.reads_base:
+            given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs)
+            adapter = getattr(model, "active_peft_config", None) or given.arguments.get("peft_config")
+            refuse_without_base(token_weights.signal, adapter)
+        # Whether the extra pass is made even where TRL makes one.
+        self._own_pass = "hidden_states" in self._needs or bool(token_weights and token_weights.measure)
         # What the hooks of one step leave for those that follow; see the order above.
         self._scoring = False  # whether no-grad passes are to return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
+        self._watched = torch.zeros(0)  # (B, C): what the signal of the token weights is made of
+        self._signals: Tensor | None = None  # (B, T) of own tokens; None where tokens are not weighted, or uniformly
+        self._factors: Tensor | None = None  # (B, T or 1); None where tokens are not weighted
         self._log_probs: Tensor | None = None  # (B, C) of the policy that sampled; None where no pass was made
         self._rewards_per_function: Tensor | None = None  # (P * G, reward functions), of all processes
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         self._seconds: dict[str, float] = {}  # part of the step -> time spent in it
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         keep_float32_outputs(self.accelerator)
+        if token_weights is not None and token_weights.reads_base:
+            adapters.refuse_trained_base(token_weights.signal, self.accelerator.unwrap_model(self.model))
+            with self._hidden_states(token_weights.states):  # a backbone without a final norm is refused
+                pass
         if self.use_vllm:  # its engine has seeded this process with its own number, the same for every run
             set_seed(self.args.seed, device_specific=True)
         if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
@@ -220,8 +242,9 @@ class OTBTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        # TRL's pass knows neither tool tokens nor rewards, which `reduce` needs, so hidden states take an extra one.
-        self._scoring = self._needs_score_norms and "hidden_states" not in self._needs
+        # TRL's pass knows neither tool tokens nor rewards, which `reduce` needs, and has the dropout of training, which
+        # token weights must not see: both take an extra one.
+        self._scoring = self._needs_score_norms and not self._own_pass
         try:
             output = super()._generate_and_score_completions(inputs)
             started = time.perf_counter()
@@ -242,15 +265,17 @@ class OTBTrainer(GRPOTrainer):
             self._log_mismatch(output, OwnTokens(sampled_mask))
         baseline = self.baseline(rollouts)
         advantages = advantages_of(rollouts, baseline)  # (P, G, T) or (P, G, 1)
-
-        local = slice(self.accelerator.process_index * len(own.mask), None)
-        packed = advantages.flatten(0, 1)[local][: len(own.mask)]  # (B, T or 1): groups may span processes
-        per_rollout = advantages.shape[-1] == 1
-        if not per_rollout and not baselines.is_per_token(self.baseline):
+        if advantages.shape[-1] > 1 and not baselines.is_per_token(self.baseline):
             raise ValueError(
                 f"baseline {baselines.name_of(self.baseline)} returned one value per token and has not declared it, so "
                 "that options which need one per rollout were not refused. Declare it: @declare(per_token=True)."
             )
+        if self.token_weights is not None:
+            advantages = advantages * self._gathered_factors(self.token_weights, rollouts)
+
+        local = slice(self.accelerator.process_index * len(own.mask), None)
+        packed = advantages.flatten(0, 1)[local][: len(own.mask)]  # (B, T or 1): groups may span processes
+        per_rollout = advantages.shape[-1] == 1
         output["advantages"] = packed[:, 0] if per_rollout else own.unpack(packed[:, : own.width])
         if self._noise:
             self._noise.number_rows(output)
@@ -356,25 +381,31 @@ class OTBTrainer(GRPOTrainer):
             probabilities = self._extra_pass(output, parts)
             measured["reduced"] = joined_rows([(rows, kept) for rows, kept, _ in parts])
             measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
-        elif self._needs_score_norms:
+        elif self._needs_score_norms or self._own_pass:
             probabilities = self._probabilities(output)
-        passed = "hidden_states" in self._needs or self._needs_score_norms
+        passed = self._own_pass or self._needs_score_norms
         self._log_probs = probabilities[0] if passed else output.get("old_per_token_logps")
+        self._signals, self._factors = self._signals_and_factors(own, self._watched)
         if self._needs_score_norms:
-            measured["score_norms"] = own.pack(proxy(output, *probabilities))
+            measured["score_norms"] = weighted_norms(own.pack(proxy(output, *probabilities)), self._factors)
         for name in sorted(self._needs & EXACT_NORMS):
             measured[name] = self._exact_norms(output, getattr(exact_norms, name))
         return measured
 
     def _exact_norms(self, output: dict, norms: Callable) -> Tensor:
-        """Returns exact norms of this process's rollouts, with rho s in the place of s where TRL corrects the sampler.
+        """Returns exact norms of this process's rollouts, with rho f s in the place of s.
 
-        norms: `sequence_norms` or `prefix_norms` of otb.exact_norms.
+        rho: where TRL corrects the sampler; f: where tokens are weighted. norms: `sequence_norms` or `prefix_norms` of
+        otb.exact_norms.
         """
         ids, attention_mask = prompts_with_responses(output)
         own_mask = response_mask(output)
         on_prompt = torch.zeros_like(output["prompt_mask"])
         rho = output.get("importance_sampling_ratio")
+        if self._factors is not None:
+            own = OwnTokens(own_mask)
+            factors = own.unpack(self._factors * own.own)
+            rho = factors if rho is None else rho * factors
         if rho is not None:
             rho = torch.cat([on_prompt.to(rho), rho.expand(own_mask.shape)], dim=1)
         model = self.accelerator.unwrap_model(self.model)
@@ -404,20 +435,65 @@ class OTBTrainer(GRPOTrainer):
         log_probs = torch.zeros(output["completion_ids"].shape, device=ids.device)
         log_sum_sq_probs = torch.zeros_like(log_probs)
         checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        self._scoring = True
+        self._scoring, self._watched = True, torch.zeros_like(log_probs)
         with torch.no_grad(), checkpointing_off, without_dropout(self.model):
             for rows in lengths.argsort().split(rows_per_chunk):
                 width = max(1, int(lengths[rows[-1]]))
                 chunk = slice(prompt_width + width)
-                with self._hidden_states(reduced is not None) as hidden_states:
-                    self._get_per_token_logps_and_entropies(
-                        self.model, ids[rows, chunk], attention_mask[rows, chunk], width
-                    )
-                log_probs[rows, :width], log_sum_sq_probs[rows, :width] = probabilities = self._passes.pop()
+                part = (ids[rows, chunk], attention_mask[rows, chunk], width)
+                with self._hidden_states("post_norm" if reduced is not None else None) as hidden_states:
+                    probabilities, watched = self._watched_pass(*part)
+                log_probs[rows, :width], log_sum_sq_probs[rows, :width] = probabilities
+                if watched is not None:
+                    self._watched[rows, :width] = watched
                 if reduced is not None:
                     states = self._token_states(output, rows, hidden_states.pop()[:, -width - 1 : -1], *probabilities)
                     reduced.append((rows, *cast(StatefulBaseline, self.baseline).reduce(states)))
         return log_probs, log_sum_sq_probs
+
+    def _watched_pass(self, ids: Tensor, attention_mask: Tensor, width: int):
+        """Makes the forward of one chunk, and one of the base where token weights compare the policy with it.
+
+        -> (log pi, log sum pi^2), and what the signal of the weights is made of or None: each (b, width).
+        """
+        measure = self.token_weights.measure if self.token_weights else ""
+        states = self.token_weights.states if self.token_weights and measure == "residuals" else None
+        part = (ids, attention_mask)
+        with self._hidden_states(states) as of_policy:
+            _, entropies, _ = self._get_per_token_logps_and_entropies(
+                self.model, *part, width, compute_entropy=measure == "entropies"
+            )
+        log_probs, _ = probabilities = self._passes.pop()
+        if measure not in OF_THE_BASE:
+            return probabilities, {"log_probs": log_probs, "entropies": entropies}.get(measure)
+        without_adapter = adapters.disabled(self.accelerator.unwrap_model(self.model))
+        with without_adapter, self._hidden_states(states) as of_base:
+            scored = width if states is None else 1  # hidden states need no LM head
+            of_base_log_probs, *_ = super()._get_per_token_logps_and_entropies(self.model, *part, scored)
+        if states is None:
+            return probabilities, log_probs - of_base_log_probs
+        predicting = slice(-width - 1, -1)
+        return probabilities, residuals(of_policy.pop()[:, predicting], of_base.pop()[:, predicting])
+
+    def _signals_and_factors(self, own: OwnTokens, watched: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Returns signals (B, T) and factors (B, T or 1) of the token weights; None for what there is not.
+
+        watched: (B, C) as `_watched_pass` returns it.
+        """
+        if self.token_weights is None:
+            return None, None
+        signals = self.token_weights.signals(own.pack(watched), own.own) if self.token_weights.measure else None
+        return signals, self.token_weights.factors(signals, own.own)
+
+    def _gathered_factors(self, weights: TokenWeights, rollouts: RolloutGroups) -> Tensor:
+        """Returns the factors of all processes, (P, G, T or 1), logs them and lets the weights learn."""
+        factors = self._gathered(cast(Tensor, self._factors))
+        signals = None if self._signals is None else self._gathered(self._signals)
+        own = rollouts.reached(factors.shape[-1])
+        self._log(token_weight_metrics(signals, factors, own))
+        if signals is not None:
+            weights.update(signals, own)
+        return factors
 
     def _token_states(self, output: dict, rows: Tensor, hidden_states: Tensor, log_probs, log_sum_sq_probs):
         """Returns the TokenStates of rows (b,) of the batch.
@@ -427,33 +503,30 @@ class OTBTrainer(GRPOTrainer):
         width = hidden_states.size(1)
         own = OwnTokens(response_mask(output)[rows, :width])
         ratio = {name: output[name][rows] for name in ("importance_sampling_ratio",) if name in output}
-        w = proxy(ratio, log_probs, log_sum_sq_probs) if self._needs_score_norms else None
+        w = own.pack(proxy(ratio, log_probs, log_sum_sq_probs)) if self._needs_score_norms else None
+        _, factors = self._signals_and_factors(own, self._watched[rows, :width])
         first = self.accelerator.process_index * len(output["completion_ids"])
         return TokenStates(
             own=own.own,
             hidden_states=own.pack(hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()),
             log_probs=own.pack(log_probs),
             log_sum_sq_probs=own.pack(log_sum_sq_probs),
-            score_norms=None if w is None else own.pack(w),
+            score_norms=None if w is None else weighted_norms(w, factors),
             scored=~self._summed_rewards()[first + rows].isnan(),
         )
 
     @contextmanager
-    def _hidden_states(self, collect: bool) -> Iterator[list[Tensor]]:
-        """Collects the final hidden states (B, L, d) of each forward inside: what the backbone hands to the LM head.
+    def _hidden_states(self, states: str | None) -> Iterator[list[Tensor]]:
+        """Collects the final hidden states (B, L, d) of each forward inside, as `adapters.collected_states` names them.
 
-        collect: False for a pass that needs none.
+        states: None for a pass that needs none.
         """
-        collected: list[Tensor] = []
-        if not collect:
-            yield collected
+        if states is None:
+            yield []
             return
         backbone: Any = self._causal_model().base_model  # a module; torch's stubs say "or a tensor"
-        hook = backbone.register_forward_hook(lambda _, __, result: collected.append(result.last_hidden_state))
-        try:
+        with adapters.collected_states(backbone, states) as collected:
             yield collected
-        finally:
-            hook.remove()
 
     def _causal_model(self) -> PreTrainedModel:
         """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
@@ -468,13 +541,13 @@ class OTBTrainer(GRPOTrainer):
 
         if not self._scoring or model is not self.model:
             return trl_pass()
-        with self._log_sum_sq_probs_head() as chunks:
+        with self._log_sum_sq_probs_head(kwargs.get("compute_entropy", False)) as chunks:
             result = trl_pass()
         self._passes.append((result[0], torch.cat([chunk[:, -logits_to_keep:] for chunk in chunks])))
         return result
 
     @contextmanager
-    def _log_sum_sq_probs_head(self) -> Iterator[list[Tensor]]:
+    def _log_sum_sq_probs_head(self, with_entropy: bool) -> Iterator[list[Tensor]]:
         """Makes TRL's fused LM head return log sum pi^2 too, for one pass and without (B, C, V) logits.
 
         The list collects it per chunk of TRL's pass. A second head that stayed would cost more per step.
@@ -485,7 +558,7 @@ class OTBTrainer(GRPOTrainer):
             model,
             temperature=self.temperature,
             cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
-            outputs=("log_probs", "log_sum_sq_probs"),
+            outputs=("log_probs", "log_sum_sq_probs", *(["entropy"] if with_entropy else [])),
         )
         fused_forward = model.forward
 
@@ -535,7 +608,8 @@ class OTBTrainer(GRPOTrainer):
         metrics = length_metrics(own_tokens) | reward_metrics(rollouts)
         metrics |= advantage_metrics(rollouts, baseline, advantages)
         if self._needs_score_norms:
-            metrics |= energy_metrics(rollouts, advantages)
+            before_weights = advantages if self.token_weights is None else advantages_of(rollouts, baseline)
+            metrics |= energy_metrics(rollouts, before_weights)  # whose factors are in the score norms
         if "tool_mask" in output:
             metrics["tool_tokens"] = int((all_tokens - own_tokens).sum())
         if len(self.reward_funcs) > 1 or self.reward_weights[0] != 1:
@@ -582,24 +656,31 @@ class OTBTrainer(GRPOTrainer):
                 stacklevel=2,
             )
 
-    # ---- the baseline's state, in every checkpoint beside the optimizer's
+    # ---- the state of what learns, in every checkpoint beside the optimizer's
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if baselines.carries_state(self.baseline) and self.args.should_save:  # all processes hold the same
-            torch.save(self.baseline.state_dict(), os.path.join(output_dir, BASELINE_STATE))
+        if self.args.should_save:  # all processes hold the same
+            for file, learner in self._learners().items():
+                torch.save(learner.state_dict(), os.path.join(output_dir, file))
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if not baselines.carries_state(self.baseline) or checkpoint is None:
-            return
-        file = os.path.join(checkpoint, BASELINE_STATE)
-        if not os.path.exists(file):
-            raise ValueError(
-                f"{checkpoint} has no {BASELINE_STATE}, and {baselines.name_of(self.baseline)} goes on from the state "
-                "of earlier steps. Resume from a checkpoint of a run with this baseline, or start anew."
-            )
-        self.baseline.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        for name, learner in self._learners().items() if checkpoint is not None else ():
+            file = os.path.join(checkpoint, name)
+            if not os.path.exists(file):
+                raise ValueError(
+                    f"{checkpoint} has no {name}, and {baselines.name_of(learner)} goes on from the state of earlier "
+                    "steps. Resume from a checkpoint of a run with it, or start anew."
+                )
+            learner.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+
+    def _learners(self) -> dict[str, Any]:
+        """Returns what carries state from step to step, by the file in a checkpoint that holds it."""
+        learners: dict[str, Any] = {BASELINE_STATE: self.baseline} if baselines.carries_state(self.baseline) else {}
+        if self.token_weights is not None and self.token_weights.normalise == "running":
+            learners[TOKEN_WEIGHTS_STATE] = self.token_weights
+        return learners
 
     # ---- evaluation leaves the training trajectory alone
 

@@ -11,8 +11,9 @@ import torch
 
 from otb.baselines.energy_probe import EnergyProbe
 from otb.mismatch import mismatch_metrics
-from otb.rollouts import RolloutGroups
+from otb.rollouts import OwnTokens, RolloutGroups, joined
 from otb.schedules import LengthTriggeredDecay
+from otb.token_weights import TokenWeights
 from tests.support.groups import seen_by
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -101,3 +102,25 @@ def test_learning_rate_and_mismatch_of_two_ranks_are_those_of_all_their_rollouts
         alone.observe(step, float((~ratio.isnan()).sum(1).float().mean()))
     assert alone.surge_step is not None and ranks[0]["rows"][3]["learning_rate"] < 1e-3
     assert ranks[0]["rows"][3]["learning_rate"] == ranks[1]["rows"][3]["learning_rate"]
+
+
+def test_token_weights_of_two_ranks_are_those_of_one_process_that_sees_all_rollouts(trained):
+    ranks = [torch.load(trained / "weights" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
+    saved = torch.load(trained / "weights" / "checkpoint-3" / "token_weights.pt", weights_only=True)
+    assert ranks[0]["state"] == ranks[1]["state"] == saved and saved["count"] > 0
+    alone = TokenWeights("arca", normalise="running")
+    for steps in zip(*(rank["kept"] for rank in ranks), strict=True):
+        assert steps[0]["state"] == steps[1]["state"]
+        assert alone.state_dict() == pytest.approx(steps[0]["state"], rel=1e-6)
+        own, signals, rewards, advantages = (
+            joined([step[name] for step in steps], dim=1) for name in ("own", "signals", "rewards", "advantages")
+        )
+        packed = OwnTokens(own)
+        signals = signals[:, : packed.width]
+        rewards = rewards.view(-1, 4)
+        baseline = (rewards.sum(1, keepdim=True) - rewards) / 3
+        expected = (rewards - baseline).view(-1, 1) * alone.factors(signals, packed.own)
+        torch.testing.assert_close(packed.pack(advantages), expected)
+        alone.update(signals, packed.own)
+    assert alone.state_dict() == pytest.approx(saved, rel=1e-6)

@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from otb import OTBTrainer
 from otb.baselines import declare
 from otb.baselines.energy_probe import EnergyProbe
+from otb.baselines.rloo import rloo
 from otb.schedules import LengthTriggeredDecay
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
+from otb.token_weights import TokenWeights
 from otb.trainer import response_mask
 from tests.support.trainers import RecordingTrainer, byte_reward, config, dataset, group_gradients
 
@@ -150,8 +153,45 @@ def otb(policy: str, output: str) -> None:
     ).train()
 
 
+class WeighingTrainer(RecordingTrainer):
+    """Keeps what each step weighed this rank's own rows by, with the running mean that it began with."""
+
+    def _replace_advantages(self, output):
+        state = self.token_weights.state_dict()
+        super()._replace_advantages(output)
+        first = self.accelerator.process_index * len(self._signals)
+        rewards = self._rewards_per_function[first : first + len(self._signals), 0]
+        own = response_mask(output)
+        lists = {"own": own, "signals": self._signals, "rewards": rewards, "advantages": output["advantages"]}
+        self.kept.append(lists | {"state": state})
+
+    def _generate_and_score_completions(self, inputs):
+        return super(RecordingTrainer, self)._generate_and_score_completions(inputs)
+
+
+def weights(policy: str, output: str) -> None:
+    """Three steps with ARCA and the running mean; each rank writes what it kept, and its weights."""
+    options = dict(max_steps=3, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
+    trainer = WeighingTrainer(
+        AutoModelForCausalLM.from_pretrained(policy),
+        byte_reward,
+        config(output, save_strategy="steps", save_steps=3, **options),
+        dataset(),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+        baseline=rloo,
+        token_weights=TokenWeights("arca", normalise="running"),
+        peft_config=LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False),
+    )
+    trainer.kept = []
+    trainer.train()
+    trained = [p for p in trainer.accelerator.unwrap_model(trainer.model).parameters() if p.requires_grad]
+    found = {"kept": trainer.kept, "weights": torch.cat([p.detach().flatten() for p in trained])}
+    found["state"] = trainer.token_weights.state_dict()
+    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+
+
 if __name__ == "__main__":
-    for train in (otb, probe, noise, copied):
+    for train in (otb, probe, noise, copied, weights):
         folder = Path(sys.argv[2], train.__name__)
         folder.mkdir(exist_ok=True)
         train(sys.argv[1], str(folder))

@@ -5,7 +5,14 @@ import pandas as pd
 from otb.records import RunDirectory
 from tests.support.commands import rows, without_times
 
-COMPARED = {"model.safetensors", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "baseline.pt"}
+COMPARED = {
+    "model.safetensors",
+    "adapter_model.safetensors",
+    "optimizer.pt",
+    "rng_state.pth",
+    "baseline.pt",
+    "token_weights.pt",
+}
 
 
 def assert_same_run(interrupted, uninterrupted):

@@ -6,6 +6,7 @@ from functools import partial
 from datasets import Dataset
 from trl import GRPOTrainer
 
+from otb.baselines.otb import otb
 from otb.sandbox import Result, Sandbox
 from otb.tasks.arithmetic import boxed_integer
 from otb.tasks.python_tool import PythonTool
@@ -52,7 +53,9 @@ class ScriptedTrainer(ToolTrainer):
     most_new_tokens: how many tokens each turn was allowed.
     """
 
-    def __init__(self, script, tmp_path, model, tokenizer, sandbox, *, naive=False, **options):
+    def __init__(
+        self, script, tmp_path, model, tokenizer, sandbox, *, naive=False, baseline=otb, token_weights=None, **options
+    ):
         self.script, self.naive, self.outputs, self.expected, self.most_new_tokens = script, naive, [], [], []
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         usual = dict(max_steps=1, max_completion_length=120, max_tool_calling_iterations=4, num_generations=2)
@@ -63,6 +66,8 @@ class ScriptedTrainer(ToolTrainer):
             Dataset.from_dict({"prompt": [[{"role": "user", "content": "3+4"}]] * len(script)}),
             processing_class=tokenizer,
             environment_factory=partial(PythonTool, sandbox),
+            baseline=baseline,
+            token_weights=token_weights,
         )
 
     def _generate_and_score_completions(self, inputs):
