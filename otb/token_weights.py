@@ -43,7 +43,8 @@ class TokenWeights:
     t, so that E[f_t B_t s_t] is not 0 even where B_t is a function of the prefix. With "running" and "arca" f_t is a
     function of the prefix before token t and of earlier steps, so that an unbiased baseline stays one; what is then
     ascended is a weighted objective, in either case another one than the expected reward. The other signals depend on
-    token t itself, so that a baseline is biased with either normaliser. tests/test_token_weights.py sums it all up.
+    token t itself, so that a baseline is biased with either normaliser. tests/test_token_weights.py enumerates all
+    responses of two tokens.
 
     Raises ValueError for values out of range.
     """

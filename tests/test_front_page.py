@@ -79,8 +79,8 @@ def test_every_page_of_docs_is_linked_from_the_front_page_or_from_a_page_that_is
     linked = {(ROOT / target).resolve() for target in links_of("README.md")}
     for page in [page for page in linked if page.suffix == ".md" and page.exists()]:
         linked |= {page.parent.joinpath(target).resolve() for target in links_of(str(page.relative_to(ROOT)))}
-    unlinked = [path.name for path in (ROOT / "docs").rglob("*.md") if path not in linked]
-    assert not unlinked, f"Add a link to docs/{', docs/'.join(unlinked)} to the table at the end of README.md."
+    unlinked = [str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if path not in linked]
+    assert not unlinked, f"Add a link to {', '.join(unlinked)} to the table at the end of README.md."
 
 
 def test_tree_lists_every_top_level_folder_and_nothing_else():
