@@ -14,10 +14,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from experiments.run_lock import machine
+from experiments.sweeps.display import SweepDisplay
 from experiments.sweeps.jobs import Job, load_jobs, may_restart, reason_in, sweep_arguments
 from experiments.sweeps.plan import Composer
 from experiments.sweeps.snapshot import take_snapshot
-from experiments.sweeps.state import STALE_AFTER_SECONDS, Queued, state_of
+from experiments.sweeps.state import STALE_AFTER_SECONDS, Queued, RunState, state_of
 from otb.errors import RunError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,3 +169,19 @@ def test_a_snapshot_is_the_code_with_its_commit_and_is_taken_once(tmp_path):
     said = subprocess.run([sys.executable, "-P", "-c", code], env=variables, capture_output=True, text=True)
     facts = json.loads((first / "snapshot.json").read_text())
     assert said.stdout.split() == [str(first), str(facts["commit"]), str(len(facts["diff"]))], said.stderr
+
+
+def test_a_log_of_a_sweep_has_one_line_for_each_state_or_eighth_of_a_run(tmp_path, capsys):
+    """The last step is that of the run that is done: its accuracy comes after the step's row."""
+    seen = [("queued", 0, None), ("running", 0, None), ("running", 2, 0.5), ("running", 3, 0.5), ("running", 3, 0.5)]
+    seen += [("running", 16, 0.5), ("running", 16, 0.75), ("done", 16, 0.75), ("done", 16, 0.75)]
+    display = SweepDisplay()
+    for state, step, accuracy in seen:
+        run = RunState(tmp_path / "otb-n4-seed0", state, step, 16, accuracy, 0.0, None, "", False, "")
+        display.show([run])
+    assert [line.removeprefix("0: otb-n4-seed0: ") for line in capsys.readouterr().out.splitlines()] == [
+        "queued",
+        "running 0/16",
+        "running 2/16  held-out accuracy 0.500",
+        "done 16/16  held-out accuracy 0.750",
+    ]

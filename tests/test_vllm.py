@@ -1,16 +1,18 @@
-"""Runs with rollouts_by=vllm, on vLLM built for CPUs: one task without tools and one with, one process and two."""
+"""Runs and evaluations with rollouts_by=vllm, on vLLM built for CPUs: with tools and without, one process and two."""
 
 import math
 import os
+import shutil
 import subprocess
 
 import pandas as pd
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.commands import ROOT, rows, the_run
 from tests.support.ranks import Ranks
-from tests.support.vllm_policies import save_caller, save_untrained
+from tests.support.vllm_policies import ANSWER, CALL, save_caller, save_untrained
 from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.needs_vllm
@@ -30,9 +32,12 @@ ONE_PROMPT = PARITY | {"task.train_prompts": 1, "prompts_per_step": 1, "group_si
 TOOLS = SHORT | {"task": "arithmetic_tools", "sandbox": "unsafe_subprocess", "steps": 2}
 SHARDED = PARITY | {"model.dtype": "bfloat16", "learning_rate": 0.01, "rollouts_by.sleep": "false"}
 CLIP = 1.005  # of the ratios, so close to 1 that some must be clipped
+REPLY = "\n<|im_start|>user\n<tool_response>5</tool_response><|im_end|>\n<|im_start|>assistant\n"  # to CALL
+BAND = (0.5, 1.0005)  # of a rollout's geometric mean ratio: about half of them have a larger one
 RUNS = {
     "seed 0": ONE_PROMPT,
     "seed 1": ONE_PROMPT | {"seed": 1, "trainer.vllm_importance_sampling_clip_max": CLIP},
+    "lora": ONE_PROMPT | {"model.lora.r": 4, "geometric_ratio_band": f"[{BAND[0]},{BAND[1]}]"},
     "tools": TOOLS,
     "fsdp2": SHARDED | {"parallel": "fsdp2"},
     "zero3": SHARDED | {"parallel": "zero3"},
@@ -69,23 +74,33 @@ def the_run_of(python, given, folder):
         ranks = Ranks(kind, given, log, python, module="vllm_run")
         assert ranks.join(), log.read_text()[-3000:]
     else:
-        command = [python, "-m", "tests.support.vllm_run", *given]
-        with open(log, "wb") as output:
-            variables = os.environ | {"PYTHONPATH": str(ROOT)}
-            options = {"stdout": output, "stderr": output, "timeout": PATIENCE_SECONDS}
-            code = subprocess.run(command, cwd=ROOT, env=variables, **options).returncode
-        assert code == 0, log.read_text()[-3000:]
+        with_vllm(python, given, log)
     return the_run(folder), log.read_text()
 
 
+def with_vllm(python, given, log):
+    """The command in one process, to its end."""
+    command = [python, "-m", "tests.support.vllm_run", *given]
+    with open(log, "wb") as output:
+        variables = os.environ | {"PYTHONPATH": str(ROOT)}
+        options = {"stdout": output, "stderr": output, "timeout": PATIENCE_SECONDS}
+        code = subprocess.run(command, cwd=ROOT, env=variables, **options).returncode
+    assert code == 0, log.read_text()[-3000:]
+
+
+def kept(run, step):
+    return pd.read_parquet(run / "rollouts" / f"step-{step:08d}.parquet")
+
+
 def responses(run, step):
-    table = pd.read_parquet(run / "rollouts" / f"step-{step:08d}.parquet")
+    table = kept(run, step)
     return table["prompt_text"].tolist(), table["response_text"].tolist()
 
 
-def test_vllm_samples_with_the_weights_of_every_step(made, policies):
+@pytest.mark.parametrize("name", ["seed 0", "lora"])
+def test_vllm_samples_with_the_weights_of_every_step(made, policies, name):
     """Its log-probs stay beside the trainer's, while the policy moves away from where it began."""
-    run, _ = made("seed 0")
+    run, _ = made(name)
     metrics = rows(run / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert all(0 < row["mismatch_mean"] < 0.03 and row["mismatch_max"] < 0.15 for row in metrics)
@@ -110,6 +125,21 @@ def test_importance_ratios_are_clipped_token_by_token(made):
     assert clipped["mismatch_max"] > 0.005 and clipped["importance_ratio_min"] < 1
 
 
+def test_rollouts_whose_geometric_mean_ratio_leaves_the_band_are_dropped(made):
+    """Adapters begin at zero, so that the first rollouts are those of the run without adapters and without a band."""
+    (run, _), (other, _) = made("lora"), made("seed 0")
+    left, whole = kept(run, 1), kept(other, 1)
+    sampled = torch.load(run / "sampled-1.pt").numpy()
+    differences = [(mine - its[: len(mine)]).mean() for mine, its in zip(whole["log_probs"], sampled, strict=True)]
+    outside = [not BAND[0] <= math.exp(difference) <= BAND[1] for difference in differences]
+    assert left["tokens"].map(len).eq(0).tolist() == outside and 0 < sum(outside) < len(outside)
+    stay = [not dropped for dropped in outside]
+    assert left["response_text"][stay].tolist() == whole["response_text"][stay].tolist()
+    row, unbanded = (rows(folder / "metrics.jsonl")[0] for folder in (run, other))
+    assert row["dropped_by_mismatch"] == sum(outside) / len(outside) and "dropped_by_mismatch" not in unbanded
+    assert row["own_tokens"] == unbanded["own_tokens"]  # what was sampled was paid for
+
+
 def test_evaluations_are_sampled_by_vllm_too(made):
     run, _ = made("seed 0")
     evaluations = rows(run / "evaluations.jsonl")
@@ -131,6 +161,33 @@ def test_tools_are_called_between_turns_that_vllm_samples(made):
         assert row["tool_calls"] > 0 and row["tool_tokens"] > 0 and row["never_called"] < 1
         assert row["tool_refused"] < 1 and row["turns_mean"] > 1
         assert row["mismatch_max"] < 0.15  # of own tokens alone; a tool's have no log-prob of the sampler
+
+
+def test_checkpoints_of_a_run_are_evaluated_by_vllm_each_with_its_own_weights(
+    made, vllm_python, policies, tokenizer, tmp_path
+):
+    """The run's own checkpoint calls Python in half of its turns; a second one beside it only answers, and 8."""
+    run = tmp_path / "run"
+    shutil.copytree(made("tools")[0], run)
+    eight = ANSWER.replace("7", "8")
+    save_caller(tokenizer, run / "checkpoints" / "step-00000001", turns=(eight,))
+    given = [f"run={run}", "rollouts_by=vllm", "sandbox=unsafe_subprocess", "task.eval_prompts=64", "k=2"]
+    given += ["temperature=0.1", f"evaluations_dir={tmp_path / 'found'}"]  # at which the policies are certain
+    with_vllm(vllm_python, ["evaluate", *given], tmp_path / "log")
+    answering, calling = sorted((tmp_path / "found").rglob("step-*"))
+    solutions = {row["problem"]: row["answer"] for row in rows(answering / "problems.jsonl")}
+    for row in rows(answering / "samples.jsonl"):
+        assert (row["response"], row["tool_tokens"], row["ending"]) == (eight, 0, "end")
+        assert row["reward"] == (solutions[row["problem"]] == "8")
+    share = list(solutions.values()).count("8") / 64
+    assert pd.read_csv(answering / "results.csv").set_index("measure")["estimate"]["avg_at_k"] == share > 0
+    ended = [row for row in rows(calling / "samples.jsonl") if row["ending"] == "end"]
+    for row in ended:  # calls and replies first, at most four
+        assert row["response"].replace(CALL + REPLY, "") == ANSWER
+        assert row["reward"] == (solutions[row["problem"]] == "7")
+        calls, tokens = row["response"].count(CALL), len(tokenizer(ANSWER)["input_ids"])
+        assert row["own_tokens"] == tokens + calls * len(tokenizer(CALL)["input_ids"])
+    assert 32 < sum(row["tool_tokens"] > 0 for row in ended) < 96 < len(ended)
 
 
 def test_sharded_policies_reach_vllm_and_their_first_step_is_the_same(made):

@@ -37,6 +37,8 @@ class SweepDisplay:
             self.live.update(Group(state_table(states), Text(counts(states))), refresh=True)
             return
         for number, (state, name) in enumerate(zip(states, distinct_names([s.run for s in states]), strict=True)):
+            if state.state == "running" and state.step == state.steps:
+                continue  # its line comes when it is done, with the last accuracy
             part = LINES_PER_RUN * state.step // max(1, state.steps)
             if self.shown.get(state.run) != (state.state, part):
                 self.shown[state.run] = (state.state, part)

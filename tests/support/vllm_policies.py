@@ -18,8 +18,8 @@ def save_untrained(tokenizer, folder: Path) -> Path:
     return _save(_model(tokenizer), tokenizer, folder, ends=[tokenizer.eos_token_id, *range(0, len(tokenizer), 10)])
 
 
-def save_caller(tokenizer, folder: Path) -> Path:
-    """A policy that begins about half of its turns with CALL, and the others with ANSWER.
+def save_caller(tokenizer, folder: Path, turns: tuple[str, ...] = (CALL, ANSWER)) -> Path:
+    """A policy whose turns are each one of `turns`, about as often the one as the other.
 
     It knows bigrams alone: its layers add nothing, and its head answers to the embedding of the token before.
     """
@@ -31,7 +31,7 @@ def save_caller(tokenizer, folder: Path) -> Path:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         head = model.get_output_embeddings().weight.zero_()
-        for text in (CALL, ANSWER):
+        for text in turns:
             ids = tokenizer(TURN + text)["input_ids"]
             for before, after in zip(ids[:-1], ids[1:], strict=True):
                 head[after] += directions[before] * CERTAINTY / embeddings.size(1) ** 0.5  # behind an RMS norm

@@ -1,8 +1,11 @@
-"""`experiments/run.py` with vLLM on a CPU, where two of its optimisations for CPUs break the sync of weights.
+"""`experiments/run.py` and `evaluate.py` with vLLM on a CPU, where two of its optimisations break the sync of weights.
+
+    python -m tests.support.vllm_run [evaluate] KEY=VALUE ...
 
 vLLM's CPU linear layers pack their weights and throw the parameter away, so that TRL's `sync_weights` finds none; a
 tied LM head would silently keep its old packed copy. A GPU needs none of this. Compiling the model is left out, which
-takes longer than a short run. Says on stdout from where vLLM loads, and in which precision it samples.
+takes longer than a short run. Says on stdout from where vLLM loads, and in which precision it samples. A run with a
+geometric_ratio_band leaves the sampler's log-probs of each step in its directory, for the test to compare.
 """
 
 import os
@@ -10,7 +13,7 @@ import sys
 
 import torch
 
-from experiments.run import command_line  # first: it quiets vLLM, which reads that when it is imported
+from experiments import evaluate, run  # first: they quiet vLLM, which reads that when it is imported
 from tests.support import sharding
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
@@ -19,7 +22,9 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # it would bind th
 from vllm import LLM
 from vllm.model_executor.layers import utils
 
-vllms_own = LLM.__init__
+from otb.trainer import OTBTrainer
+
+vllms_own, drop_mismatched = LLM.__init__, OTBTrainer._drop_mismatched
 
 
 def keep_linear_weights(layer, remove_weight=False) -> None:
@@ -31,9 +36,18 @@ def init(self, *args, **options) -> None:
     print(f"vLLM loads {options['model']} and samples in {self.llm_engine.vllm_config.model_config.dtype}", flush=True)
 
 
+def keep_and_drop(self, output, low, high) -> None:
+    torch.save(output["sampling_per_token_logps"], f"{self.args.output_dir}/sampled-{self.state.global_step + 1}.pt")
+    drop_mismatched(self, output, low, high)
+
+
 utils.dispatch_cpu_unquantized_gemm = keep_linear_weights
 LLM.__init__ = init
+OTBTrainer._drop_mismatched = keep_and_drop
 
 if __name__ == "__main__":
     sharding.install()
-    command_line(sys.argv[1:])
+    if sys.argv[1] == "evaluate":
+        evaluate.command_line(sys.argv[2:])
+    else:
+        run.command_line(sys.argv[1:])
