@@ -15,6 +15,7 @@ from analysis.style import dash, legend_below, seeds_text
 from otb.errors import RunError
 from otb.records import EVALUATION_METRICS, METRICS
 
+SEED_LINES = 100  # thin lines of one axes; more would hide each other, and the page would open slowly
 Curve = tuple[str, NDArray, NDArray, bool]  # run, x, y, diverged
 
 
@@ -80,11 +81,12 @@ def draw_curves(
         table = table.assign(**{y: table[y].where(table[y] > 0)})
         axes.set_yscale("log")
     require(one_setting(table), y)
-    sizes, plotted = set(table.group_size), []
-    for baseline, size, text, rows in by_arm(table):
+    sizes, plotted, arms = set(table.group_size), [], by_arm(table)
+    most = max(1, SEED_LINES // len(arms))
+    for baseline, size, text, rows in arms:
         if runs := curves_of(rows, y, x):
             style = {"color": colour(baseline), "ls": dash(size, sizes)}
-            numbers = draw_arm(axes, runs, text, style, x == "step", is_share(y), log)
+            numbers = draw_arm(axes, runs, text, style, most, x == "step", is_share(y), log)
             plotted.append(labelled(numbers, baseline, size, y, x))
     if not plotted:
         raise RunError(f"No run measured {y} over {x}. Run again with the present version, which records both.")
@@ -96,13 +98,14 @@ def draw_curves(
         plotted.append(labelled(numbers, f"TRL: {name}", np.nan, y, x))
     if x == "own_tokens_total":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_title(f"{seeds_text(counts)} per arm; band: 95 % interval", loc="left", fontsize=7)
+    drawn = f", {most} drawn" if max(counts) > most else ""
+    axes.set_title(f"{seeds_text(counts)} per arm{drawn}; band: 95 % interval", loc="left", fontsize=7)
     legend_below(axes)
     return pd.concat(plotted)
 
 
 def draw_arm(
-    axes, runs: list[Curve], text: str, style: dict, shared_steps: bool, share: bool, log: bool
+    axes, runs: list[Curve], text: str, style: dict, most: int, shared_steps: bool, share: bool, log: bool
 ) -> pd.DataFrame:
     """Draws one arm: a thin line per seed, the mean and its band; the lines alone where the seeds are too few.
 
@@ -110,15 +113,17 @@ def draw_arm(
         runs: of `curves_of`.
         text: the arm's name in the legend.
         style: colour and line style.
+        most: lines of seeds that are drawn; the mean is that of all.
         shared_steps, log: as in `on_one_grid` and `draw_curves`.
         share: whether y cannot leave [0, 1].
 
     Returns:
         The mean and its interval: x, estimate, low, high, seeds.
     """
-    for name, place, values, diverged in runs:
-        (line,) = axes.plot(place, values, **style, lw=0.7, alpha=0.6)
-        line.set_gid(f"run:{name}")
+    for number, (name, place, values, diverged) in enumerate(runs):
+        if number < most:
+            (line,) = axes.plot(place, values, **style, lw=0.7, alpha=0.6)
+            line.set_gid(f"run:{name}")
         if diverged:
             axes.plot(place[-1:], values[-1:], "x", color=style["color"], ms=6)
     grid, values = on_one_grid([run[1:3] for run in runs], [run[3] for run in runs], shared_steps)

@@ -167,7 +167,7 @@ def test_time_per_step_is_a_median_over_steps(table):
 
 
 def test_an_outside_trl_run_stands_in_the_reward_curves(table):
-    outside = pd.DataFrame({"run": "theirs", "step": [1, 2], "reward_mean": [0.3, 0.4]})
+    outside = pd.DataFrame({"run": "theirs", "outcome": "finished", "step": [1, 2], "reward_mean": [0.3, 0.4]})
     axes = learning_curves(table, "reward_mean", outside=outside)
     assert style.numbers(axes).baseline.iloc[-1] == "TRL: theirs"
 

@@ -39,7 +39,7 @@ def no_files(monkeypatch):
         style.plt.close("all")
         return [path.with_suffix(".png")]
 
-    monkeypatch.setattr("analysis.report.parts.save", save)
+    monkeypatch.setattr("analysis.report.drawing.save", save)
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ def make_report(
     Raises:
         RunError: nothing can be drawn.
     """
+    from analysis.report.drawing import Drawings
     from analysis.report.page import write_pages
     from analysis.report.parts import part_of
     from analysis.runs.load import load
@@ -71,12 +72,12 @@ def make_report(
             f"{folder} holds {len(loaded.runs)} runs and none of them is finished. Finish them by giving the same "
             "command again, or add --include unfinished."
         )
-    settings = sorted(set(used.setting.astype(str))) or [""]
+    settings = sorted({str(setting) for setting in used.setting.unique()}) or [""]
     parts = []
     for setting in settings:
         table = used[used.setting == setting]
         figures = out / "figures" / (setting.replace("#", "-") if len(settings) > 1 else "")
-        parts.append(part_of(loaded, setting, table, target, figures))
+        parts.append(part_of(loaded, setting, table, target, figures, Drawings()))
     return write_pages(loaded, parts, out)
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.palette import SCHEME
+from analysis.report.drawing import Drawn
 from analysis.report.markdown import RUN_COLUMNS, cell_text, markdown
 from analysis.report.overview import INTERVAL, lead, main_part, overview, verdict_rows
-from analysis.report.parts import Drawn, Part
+from analysis.report.parts import Part
 from analysis.runs.load import Runs
 from analysis.runs.marks import setting_differences
 from analysis.runs.samples import own_tokens, read_group
