@@ -15,6 +15,6 @@ def by_run(table: pd.DataFrame, *columns: str) -> Iterator[tuple[str, dict[str, 
     codes, names = pd.factorize(table["run"], sort=True)
     order = np.lexsort((table["step"].to_numpy(), codes))
     values = {column: table[column].to_numpy()[order] for column in columns}
-    starts = np.flatnonzero(np.diff(codes[order], prepend=-1)) if len(table) else []
+    starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
     for (start, end), name in zip(pairwise([*starts, len(table)]), names, strict=True):
         yield str(name), {column: array[start:end] for column, array in values.items()}

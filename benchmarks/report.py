@@ -1,8 +1,8 @@
-"""Time and memory to make a report of a sweep, cold: `python benchmarks/report.py [RUNS] [FOLDER]`, 1,000 runs by default.
+"""Time and memory to make a report of a sweep: `python benchmarks/report.py [RUNS] [FOLDER]`, 1,000 runs by default.
 
-The sweep has 10 arms, 4 group sizes and as many seeds as the runs allow. Its runs are those of tests/data/runs, 80 steps
-each, with other names, seeds and counts of tokens, so that no two runs share a point over tokens. The report is made by
-the command in a process of its own, and made again after one run has changed.
+The sweep has 10 arms, 4 group sizes and as many seeds as the runs allow. Its runs are those of tests/data/runs, of 80
+steps, with other names, seeds and counts of tokens, so that no two runs share a point over tokens. The report is made
+by the command in a process of its own: cold, and again after one run has changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_RUNS = sorted((ROOT / "tests" / "data" / "runs").iterdir())
-ARMS = "otb otb_carry otb_loo group_mean grpo rloo opo sequence_energy none energy_probe".split()
+ARMS = ["otb", "otb_carry", "otb_loo", "group_mean", "grpo", "rloo", "opo", "sequence_energy", "none", "energy_probe"]
 SIZES = (4, 8, 16, 32)
 
 
@@ -44,7 +44,7 @@ def write_sweep(folder: Path, runs: int) -> None:
 
 
 def measure(folder: Path) -> str:
-    """Makes the report; returns seconds and peak memory of the command, start of Python included, and the page's size."""
+    """Makes the report; returns its seconds and peak memory, Python's start included, and the size of the page."""
     started = time.perf_counter()
     command = subprocess.Popen([sys.executable, "-m", "analysis.report", folder], cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(command.pid, 0)

@@ -10,11 +10,14 @@ import pytest
 
 from analysis import style
 from analysis.intervals import Interval
-from analysis.report.__main__ import main
+from analysis.report.__main__ import main, make_report
 from analysis.report.claims import NOT_SUPPORTED, SUPPORTED, UNDECIDED, Finding, decide, overall, rules, verdicts
 from analysis.report.comparisons import Claims
+from analysis.report.drawing import Drawn
+from analysis.report.watch import announce
 from analysis.runs.excerpt import excerpt, without_paths
 from analysis.runs.load import load
+from otb.errors import STOPPED_FROM_KEYBOARD
 from tests.support.analysis_runs import REAL_RUNS, write_run, write_sweep
 from tests.support.commands import help_of
 
@@ -304,6 +307,85 @@ def test_the_page_prints_without_buttons_and_with_whole_figures(opened):
         assert chrome.js("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     finally:
         chrome.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+# ---- a report that is watched
+
+
+def test_a_watched_report_draws_only_what_changed(tmp_path, quick, monkeypatch, capsys):
+    folder = write_sweep(tmp_path, seeds=1)
+    run = write_run(folder, "otb", 32, seed=1, state="running")
+    made, looks = [], iter(["nothing happens", "the run finishes", "nothing happens", "Ctrl-C"])
+
+    def draw(figures, folder):
+        made.append([figure.name for figure in figures])
+        return [Drawn(figure, problem="not drawn here") for figure in figures]
+
+    def sleep(seconds):
+        assert seconds == 7
+        event = next(looks)
+        if event == "Ctrl-C":
+            raise KeyboardInterrupt
+        if event == "the run finishes":
+            (run / "status.json").write_text(json.dumps({"state": "finished", "step": 40, "steps": 40}))
+
+    monkeypatch.setattr("analysis.report.drawing.draw_side_by_side", draw)
+    monkeypatch.setattr("analysis.report.watch.time.sleep", sleep)
+    assert main([str(folder), "--watch", "7"]) == STOPPED_FROM_KEYBOARD == 130
+    assert len(made) == 2 and "variance_n4" in made[0]
+    assert "variance_n32" in made[1] and not any(name.endswith("n4") for name in made[1])
+    said = capsys.readouterr()
+    assert "a look every 7 s" in said.out and f"{len(made[1])} figures drawn" in said.out
+    assert said.err.count("not finished") == 1 and "stopped" in said.err
+    assert (folder / "report" / "report.version.js").read_text() == 'renewed("");\n'
+
+
+def test_a_watch_waits_for_the_first_run_to_finish_and_refuses_what_can_never_work(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path, state="running")
+
+    def sleep(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("analysis.report.watch.time.sleep", sleep)
+    assert main([str(tmp_path), "--watch"]) == 130
+    assert "waiting: " in capsys.readouterr().out
+    assert main([str(tmp_path), "--watch", "0"]) == 2 and main([str(tmp_path / "absent"), "--watch"]) == 2
+    said = capsys.readouterr().err
+    assert "--watch 0 is no pause" in said and "absent is not a folder" in said
+
+
+def test_an_open_page_renews_itself_and_keeps_its_place(chrome, tmp_path, quick):
+    folder = write_sweep(tmp_path, seeds=1, sizes=(4,))
+    run = write_run(folder, "otb", 4, seed=9, state="running")
+    page = make_report(folder, watched=5)
+    order = """return [...document.querySelector("#runs ~ .wide").querySelectorAll("tbody tr")].map(
+      row => row.cells[3].textContent)"""
+    top = "return document.getElementById('runs').getBoundingClientRect().top"
+    with chrome.silent():
+        chrome.open(page, "verdicts", width=800, height=300)
+        assert "looked at every 5 s" in chrome.find("#watched").text
+        chrome.js("""
+          const box = document.querySelector("#runs ~ .wide"), seed = box.querySelectorAll("th button")[3];
+          seed.click(); seed.click();
+          document.querySelector("[id$=claims] ~ details").open = true;
+          box.scrollLeft = 40;
+          box.scrollIntoView(); scrollBy(0, 30); seed.focus({preventScroll: true}); window.isOld = true;""")
+        before = chrome.js(top)
+        assert before < 0 and chrome.js(order) == ["9", "0", "0", "0"]
+        (run / "status.json").write_text(json.dumps({"state": "finished", "step": 40, "steps": 40}))
+        make_report(folder, watched=5)
+        chrome.wait("return !window.isOld && document.readyState === 'complete'")
+        assert "4 runs, all of them used" in chrome.find("body").get_attribute("textContent")
+        assert chrome.js(top) == pytest.approx(before, abs=2) and chrome.js("return location.hash") == "#verdicts"
+        assert chrome.js(order) == ["9", "0", "0", "0"]
+        assert chrome.js("return document.querySelector('#runs ~ .wide').scrollLeft") == 40
+        assert chrome.js("return document.querySelector('[id$=claims] ~ details').open")
+        assert chrome.js("return document.activeElement.textContent") == "seed"
+        announce(page, "")
+        chrome.wait("return document.getElementById('watched').textContent.includes('not renewed any more')")
+
+
+# ---- what a report says of unusual folders
 
 
 def test_two_settings_get_a_part_each(tmp_path, quick):

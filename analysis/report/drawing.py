@@ -45,12 +45,13 @@ class Drawn:
 class Drawings:
     """Draws figures, and returns those that it has drawn before from the same rows; lives while a report is watched.
 
-    drawn: how many were drawn so far.
+    drawn: how many were drawn so far. told: warnings that were printed.
     """
 
     def __init__(self) -> None:
         self.kept: dict[Path, tuple[str, Drawn]] = {}
         self.drawn = 0
+        self.told: set[str] = set()
 
     def draw_all(self, figures: list[Figure], folder: Path) -> list[Drawn]:
         """Returns the figures drawn and saved in `folder`, in their order."""
