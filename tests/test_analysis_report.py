@@ -19,6 +19,7 @@ from analysis.runs.excerpt import excerpt, without_paths
 from analysis.runs.load import load
 from otb.errors import STOPPED_FROM_KEYBOARD
 from tests.support.analysis_runs import REAL_RUNS, write_run, write_sweep
+from tests.support.browser import faults
 from tests.support.commands import help_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +37,7 @@ def report(tmp_path_factory):
 def no_files(monkeypatch):
     """Reports without PDF, PNG and CSV files of their figures."""
 
-    def save(axes, path):
+    def save(axes, path, title, about):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".png").write_bytes(b"")
         style.plt.close("all")
@@ -213,7 +214,7 @@ def opened(chrome, report):
         yield open_at
 
 
-def test_the_page_begins_with_what_was_run_verdicts_and_the_main_figure(opened):
+def test_the_page_begins_with_what_was_run_verdicts_and_the_main_figure(opened, report):
     chrome = opened()
     assert [head.removesuffix("#").strip() for head in chrome.texts("h2")][:4] == [
         "What was run",
@@ -225,6 +226,7 @@ def test_the_page_begins_with_what_was_run_verdicts_and_the_main_figure(opened):
     assert "Arithmetic, tiny policy" in run and "OTB, GRPO, RLOO" in run and "3 seeds" in run
     assert "supported 0.04 [0.04, 0.04] share of a step's time" in verdicts
     assert "undecided −0.0414 [−0.0554, −0.0278], of a proxy" in verdicts  # which is no variance
+    assert f"Made by python -m analysis.report {report.parent} --target 0.8" in chrome.find("figcaption").text
     assert "figures/held-out_accuracy_over_own_tokens_n4.csv" in chrome.find("figure a[href$=csv]").get_attribute(
         "href"
     )
@@ -295,6 +297,15 @@ def test_a_line_and_a_name_open_their_run_and_a_figure_is_enlarged(opened):
       svg.dispatchEvent(new WheelEvent("wheel", {deltaY: -1, clientX: 300, clientY: 300, cancelable: true}));
       return svg.viewBox.baseVal.width / before""")
     assert zoomed == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_axe_finds_no_fault_in_contrast_labels_or_structure(opened, dark):
+    chrome = opened(dark=dark)
+    chrome.js("for (const one of document.querySelectorAll('details')) one.open = true")
+    assert faults(chrome) == []
+    chrome.js("""document.querySelector('[data-open="otb-n4-seed1"]').click()""")
+    assert chrome.js("return dialog.open") and faults(chrome) == []
 
 
 def test_the_page_prints_without_buttons_and_with_whole_figures(opened):
@@ -393,7 +404,7 @@ def test_two_settings_get_a_part_each(tmp_path, quick):
     write_run(tmp_path / "b", changes={"learning_rate": 0.01})
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "report.md").read_text()
-    assert text.count("## arithmetic-tiny#") == 2 and "### Claims" in text
+    assert len(re.findall(r"## Arithmetic, tiny policy [0-9a-f]{6}\n", text)) == 2 and "### Claims" in text
     assert "learning_rate</code>: 0.001, 0.01" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -461,7 +472,7 @@ def test_an_incomplete_grid_is_reported_and_its_whole_arms_are_drawn(tmp_path, q
         shutil.rmtree(tmp_path / f"rloo-n32-seed{seed}")
     assert main([str(tmp_path)]) == 0
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "Not drawn: accuracy_by_group_size. The grid lacks 1 of 6 cells: RLOO, N=32." in text
+    assert "Not drawn: Accuracy by group size. The grid lacks 1 of 6 cells: RLOO, N=32." in text
     assert "without the arms that lack a size: RLOO" in text
 
 

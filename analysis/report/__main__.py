@@ -7,6 +7,7 @@ from disk. Several settings in one folder get a part each; what is left out is l
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +84,7 @@ def make_report(
 
     loaded = load(folder, include, cache)
     drawings = drawings or Drawings()
+    drawings.command = command(folder, target, include)
     for warning in loaded.warnings:
         if warning not in drawings.told:
             print(warning, file=sys.stderr)
@@ -103,22 +105,29 @@ def make_report(
     return write_pages(loaded, parts, out, watched)
 
 
+def command(folder: Path, target: float | None, include: tuple[str, ...]) -> str:
+    """Returns the command that makes this report again."""
+    words = ["python", "-m", "analysis.report", str(folder)]
+    words += [] if target is None else ["--target", f"{target:g}"]
+    return shlex.join(words + (["--include", ",".join(include)] if include else []))
+
+
 def watch_report(
     seconds: float, folder: Path, out: Path | None, target: float | None, include: tuple[str, ...], cache: bool
 ) -> int:
     """Makes the report now and whenever a run has changed, see watch.py. Raises RunError for what can never work."""
-    from analysis.report.watch import watch
-
     if not 0 < seconds <= 86_400:
         raise RunError(f"--watch {seconds:g} is no pause between two looks: above 0 s, at most a day. Try --watch 10.")
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder. Give the folder of a sweep, such as runs/arithmetic-tiny.")
+    from analysis.report.drawing import Drawings
+    from analysis.report.watch import watch
+
     page = (folder / "report" if out is None else out) / "report.html"
 
-    def make(drawings: Drawings) -> None:
-        make_report(folder, out, target, include, cache, drawings, seconds)
-
-    return watch(folder, page, seconds, make)
+    drawings = Drawings()
+    chosen = (folder, out, target, include, cache, drawings, seconds)
+    return watch(folder, page, seconds, drawings, lambda: make_report(*chosen))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
-from analysis.report.figures import Figure
 from analysis.style import figure_of, plt, save
 from otb.errors import RunError
 
@@ -23,7 +24,21 @@ LARGEST_SVG = 3_000_000  # characters; beyond, the page holds the picture as PNG
 FEWEST = 4  # figures that are worth a second process
 MOST = 4  # processes: each holds a copy of the figures that it draws
 
-_work: tuple[list[Figure], Path] = ([], Path())  # of a process that draws; figures hold functions, which no pipe takes
+
+class Figure(NamedTuple):
+    """A figure of a report, not drawn yet."""
+
+    name: str  # of the files
+    caption: str
+    rows: tuple[pd.DataFrame, ...]  # what it draws from: where these and the caption stay, so does the picture
+    draw: Callable  # () -> axes
+    command: str = ""  # that makes it
+
+    @property
+    def title(self) -> str:
+        """Returns the name as words: "Reward over steps, N=4"."""
+        words = re.sub(r"_n(\d+)$", r", N=\1", self.name).replace("_", " ")
+        return words[0].upper() + words[1:]
 
 
 @dataclass
@@ -35,26 +50,23 @@ class Drawn:
     files: list[Path] = field(default_factory=list)
     problem: str = ""
 
-    @property
-    def title(self) -> str:
-        """Returns the figure's name as words: "Reward over steps, N=4"."""
-        words = re.sub(r"_n(\d+)$", r", N=\1", self.figure.name).replace("_", " ")
-        return words[0].upper() + words[1:]
-
 
 class Drawings:
     """Draws figures, and returns those that it has drawn before from the same rows; lives while a report is watched.
 
-    drawn: how many were drawn so far. told: warnings that were printed.
+    command: what makes the report, for captions and files. drawn: how many figures were drawn so far. told: warnings
+    that were printed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, command: str = "") -> None:
+        self.command = command
         self.kept: dict[Path, tuple[str, Drawn]] = {}
         self.drawn = 0
         self.told: set[str] = set()
 
     def draw_all(self, figures: list[Figure], folder: Path) -> list[Drawn]:
         """Returns the figures drawn and saved in `folder`, in their order."""
+        figures = [figure._replace(command=self.command) for figure in figures]
         digests = {id(rows): digest(rows) for figure in figures for rows in figure.rows}
         keys = ["/".join([figure.caption, *(digests[id(rows)] for rows in figure.rows)]) for figure in figures]
         paths = [folder / figure.name for figure in figures]
@@ -87,6 +99,9 @@ def draw_side_by_side(figures: list[Figure], folder: Path) -> list[Drawn]:
     return [Drawn(figure, *result) for figure, result in zip(figures, results, strict=True)]
 
 
+_work: tuple[list[Figure], Path] = ([], Path())  # of a process that draws; figures hold functions, which no pipe takes
+
+
 def _begin(figures: list[Figure], folder: Path) -> None:
     global _work
     _work = figures, folder
@@ -112,4 +127,5 @@ def draw(figure: Figure, folder: Path) -> Drawn:
     owner.set_layout_engine("none")  # the layout is done; every further file would do it again
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :] if len(svg) <= LARGEST_SVG else ""
-    return Drawn(figure, svg, save(axes, folder / figure.name))
+    about = f"{figure.caption} Made by: {figure.command}"
+    return Drawn(figure, svg, save(axes, folder / figure.name, title=figure.title, about=about))

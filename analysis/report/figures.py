@@ -1,12 +1,11 @@
 """Lists the figures of a report in order: name, caption, and how each is drawn from a setting's rows. Used by parts.py.
 
-Each entry draws from a table alone; those of token positions read the samples of one run first.
+Each of them draws from a table alone; those that read samples are in sample_figures.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import pandas as pd
 
@@ -15,25 +14,14 @@ from analysis.cost import time_and_memory
 from analysis.group_size import accuracy_by_group_size
 from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
 from analysis.noise import variance
+from analysis.report.drawing import Figure
+from analysis.report.sample_figures import sample_figures
 from analysis.runs.load import Runs
-from analysis.runs.samples import read_group, read_samples, sample_files
 from analysis.stability import stability
 from analysis.style import PAGE
 from analysis.token_figure import token_consumption
-from analysis.token_positions import energy_against_reward, token_positions
-from otb.errors import RunError
 
 MAIN_ARMS = ("otb", "group_mean", "grpo", "rloo", "opo")  # OTB and the group baselines that the paper compares with
-RUNS_WITH_SAMPLES = 200  # of which energy is compared with reward
-
-
-class Figure(NamedTuple):
-    """A figure of a report, not drawn yet."""
-
-    name: str  # of the files
-    caption: str
-    rows: tuple[pd.DataFrame, ...]  # what it draws from: where these and the caption stay, so does the picture
-    draw: Callable  # () -> axes
 
 
 def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iterator[Figure]:
@@ -105,7 +93,7 @@ def main_figure(table: pd.DataFrame) -> Figure | None:
 
 def curve_figures(table: pd.DataFrame, n: int, outside: pd.DataFrame | None) -> Iterator[Figure]:
     """Yields the curves of one group size. outside: plain TRL runs, which stand in the reward curves."""
-    text = f"N={n}. Thin lines: seeds; cross: diverged. Interquartile mean"
+    text = f"N={n}. Thin lines: seeds; thick: interquartile mean; cross: diverged"
     rows = (table,) if outside is None else (table, outside)
     yield Figure(
         f"gradient_norm_and_accuracy_n{n}",
@@ -134,49 +122,3 @@ def curve_figures(table: pd.DataFrame, n: int, outside: pd.DataFrame | None) -> 
     )
     text = f"Seeds alive, gradient-norm surges, drawdown from the peak, N={n}."
     yield Figure(f"stability_n{n}", text, rows, lambda: stability(table))
-
-
-def sample_figures(loaded: Runs, table: pd.DataFrame) -> Iterator[Figure]:
-    """Yields one prompt group of an OTB run token by token, and energy against reward over the samples of all."""
-    ours = table[table.baseline == "otb"]
-    runs = list(ours.run.astype(str).unique())
-    name = runs[0] if runs else "the OTB run, of which there is none"
-    files = (files_of_samples(loaded, runs),)
-    yield Figure(
-        "token_positions",
-        f"What OTB does in one prompt group of {name}: realized energy, baseline and advantage over own tokens.",
-        files,
-        lambda: token_positions(read_group(_directory(loaded, runs))),
-    )
-    yield Figure(
-        "energy_against_reward",
-        f"Energy of a rollout relative to its group by reward, over the last samples of {label('otb')}'s runs: OTB can "
-        "help where the two go together.",
-        files,
-        lambda: energy_against_reward(all_samples(loaded, runs)),
-    )
-
-
-def _directory(loaded: Runs, runs: list[str]):
-    if not runs:
-        raise RunError("No finished run of OTB. Run: python experiments/run.py baseline=otb")
-    return loaded.directory(runs[0])
-
-
-def files_of_samples(loaded: Runs, runs: list[str]) -> pd.DataFrame:
-    """Returns a row per file of the last samples of runs: its path and when it was written."""
-    kept = [sample_files(loaded.directory(run)) for run in runs[:RUNS_WITH_SAMPLES]]
-    files = [file for of_run in kept if of_run for file in of_run[max(of_run)]]
-    return pd.DataFrame({"file": map(str, files), "written": [file.stat().st_mtime_ns for file in files]})
-
-
-def all_samples(loaded: Runs, runs: list[str]) -> pd.DataFrame:
-    """Reads the last samples of runs, by name, with the column `run`; of `RUNS_WITH_SAMPLES` runs at most."""
-    _directory(loaded, runs)
-    parts = []
-    for run in runs[:RUNS_WITH_SAMPLES]:
-        try:
-            parts.append(read_samples(loaded.directory(run)).assign(run=run))
-        except RunError:  # a run without samples; where all lack them, the last line says so
-            continue
-    return pd.concat(parts) if parts else read_samples(loaded.directory(runs[0]))

@@ -92,11 +92,12 @@ def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
 
 
 def picture(drawn: Drawn) -> str:
-    """Returns the inline SVG, or the PNG as a data URI where the SVG is too large."""
+    """Returns the inline SVG, or the PNG as a data URI where the SVG is too large, with the figure's title."""
+    title = html.escape(drawn.figure.title)
     if drawn.svg:
-        return drawn.svg
+        return drawn.svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
     png = next(file for file in drawn.files if file.suffix == ".png")
-    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}">'
+    return f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}">'
 
 
 def is_wide(drawn: Drawn) -> bool:

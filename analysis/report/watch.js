@@ -5,7 +5,7 @@ const controls = text => [...document.querySelectorAll("a, button, summary")].fi
 function movable() { // what opens, scrolls or sorts, named by the heading above it
   const found = {};
   let head = "", count = 0;
-  for (const node of document.querySelectorAll(":is(h2, h3, h4)[id], body > details, body > .wide, details > .wide")) {
+  for (const node of document.querySelectorAll(":is(h2, h3, h4)[id], main > details, main > .wide, details > .wide")) {
     if (node.id) { head = node.id; count = 0; }
     else found[`${head} ${count++}`] = node;
   }

@@ -17,20 +17,21 @@ from otb.errors import STOPPED_FROM_KEYBOARD, RunError
 from otb.records import write_atomically
 
 
-def watch(folder: Path, page: Path, seconds: float, make: Callable[[Drawings], object]) -> int:
+def watch(folder: Path, page: Path, seconds: float, drawings: Drawings, make: Callable[[], object]) -> int:
     """Makes a report now and whenever a run has changed, until Ctrl-C.
 
     Args:
         folder: of the runs.
         page: report.html.
         seconds: between two looks at the files of the runs.
-        make: writes the report, given what was drawn before; may raise RunError, as before the first run is finished.
+        drawings: what the watch had drawn so far.
+        make: writes the report with these drawings; may raise RunError, as before the first run is finished.
 
     Returns:
         The exit status.
     """
     print(f"watching {folder}: a look every {seconds:g} s, Ctrl-C ends it\nreport: {page}", flush=True)
-    drawings, known = Drawings(), None
+    known = None
     try:
         while True:
             prints = {path: fingerprint(path) for path in find_runs(folder)}
@@ -46,11 +47,11 @@ def watch(folder: Path, page: Path, seconds: float, make: Callable[[Drawings], o
             announce(page, "")
 
 
-def renew(drawings: Drawings, make: Callable[[Drawings], object]) -> str:
+def renew(drawings: Drawings, make: Callable[[], object]) -> str:
     """Makes the report; returns what happened, in words."""
     before, started = drawings.drawn, time.perf_counter()
     try:
-        make(drawings)
+        make()
     except RunError as error:
         return f"waiting: {error}"
     count = drawings.drawn - before
