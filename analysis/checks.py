@@ -21,7 +21,7 @@ def one_setting(table: pd.DataFrame) -> pd.DataFrame:
     """Returns `table` as it is. Raises RunError where it mixes settings or is empty."""
     if table.empty:
         raise RunError("No finished run to draw. Finish some runs, or use include=unfinished to draw them as they are.")
-    settings = sorted(set(table.setting.astype(str)) - {""})  # "": a plain TRL run, which has none
+    settings = sorted(set(map(str, table.setting.unique())) - {""})  # "": a plain TRL run, which has none
     if len(settings) > 1:
         raise RunError(
             f"The table mixes {len(settings)} settings ({', '.join(settings)}), which must not be averaged. Select "

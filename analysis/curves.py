@@ -8,20 +8,15 @@ from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 from analysis.arms import by_arm, colour
+from analysis.by_run import by_run
 from analysis.checks import one_setting, require
 from analysis.intervals import FEWEST, curve_interval
 from analysis.style import dash, legend_below, seeds_text
 from otb.errors import RunError
 from otb.records import EVALUATION_METRICS, METRICS
 
+SEED_LINES = 100  # thin lines of one axes; more would hide each other, and the page would open slowly
 Curve = tuple[str, NDArray, NDArray, bool]  # run, x, y, diverged
-
-
-def curve(run: pd.DataFrame, y: str, x: str) -> tuple[NDArray, NDArray]:
-    """Returns the (x, y) that one run measured, ascending in x."""
-    place = "evaluation_own_tokens_total" if x == "own_tokens_total" and y.startswith("evaluation_") else x
-    rows = run[[place, y]].dropna().sort_values(place)
-    return rows[place].to_numpy(float), rows[y].to_numpy(float)
 
 
 def on_one_grid(runs: list[tuple[NDArray, NDArray]], ended: list[bool], shared_steps: bool) -> tuple[NDArray, NDArray]:
@@ -51,13 +46,16 @@ def on_one_grid(runs: list[tuple[NDArray, NDArray]], ended: list[bool], shared_s
     return grid, np.array([np.interp(grid, *run) for run in runs])
 
 
-def arm_curves(rows: pd.DataFrame, y: str, x: str) -> list[Curve]:
-    """Returns (run, x, y, diverged) per run of an arm that measured y."""
+def curves_of(rows: pd.DataFrame, y: str, x: str) -> list[Curve]:
+    """Returns (run, x, y, diverged) per run that measured y, ascending in x."""
+    place = "evaluation_own_tokens_total" if x == "own_tokens_total" and y.startswith("evaluation_") else x
     curves = []
-    for name, run in rows.groupby("run", observed=True):
-        points = curve(run, y, x)
-        if len(points[0]):
-            curves.append((str(name), *points, bool(run.outcome.iloc[0] == "diverged")))
+    for name, run in by_run(rows, place, y, "outcome"):
+        at, values = run[place].astype(float), run[y].astype(float)
+        measured = np.flatnonzero(~np.isnan(at) & ~np.isnan(values))
+        order = measured[np.argsort(at[measured], kind="stable")]
+        if len(order):
+            curves.append((name, at[order], values[order], bool(run["outcome"][0] == "diverged")))
     return curves
 
 
@@ -83,47 +81,49 @@ def draw_curves(
         table = table.assign(**{y: table[y].where(table[y] > 0)})
         axes.set_yscale("log")
     require(one_setting(table), y)
-    sizes, plotted = set(table.group_size), []
-    for baseline, size, text, rows in by_arm(table):
-        if runs := arm_curves(rows, y, x):
+    sizes, plotted, arms = set(table.group_size), [], by_arm(table)
+    most = max(1, SEED_LINES // len(arms))
+    for baseline, size, text, rows in arms:
+        if runs := curves_of(rows, y, x):
             style = {"color": colour(baseline), "ls": dash(size, sizes)}
-            numbers = draw_arm(axes, runs, text, style, x == "step", is_share(y), log)
+            numbers = draw_arm(axes, runs, text, style, most, x == "step", is_share(y), log)
             plotted.append(labelled(numbers, baseline, size, y, x))
     if not plotted:
         raise RunError(f"No run measured {y} over {x}. Run again with the present version, which records both.")
     counts = [int(numbers.seeds.iloc[0]) for numbers in plotted]
-    for name, run in () if outside is None or y not in outside else outside.groupby("run", observed=True):
-        place, values = curve(run, y, x)
-        if len(place):
-            (line,) = axes.plot(place, values, color="0.45", ls="--", lw=0.9, label=f"TRL: {name}")
-            line.set_gid(f"run:{name}")
-            numbers = pd.DataFrame({"x": place, "estimate": values, "low": np.nan, "high": np.nan, "seeds": 1})
-            plotted.append(labelled(numbers, f"TRL: {name}", np.nan, y, x))
+    for name, place, values, _ in () if outside is None or y not in outside else curves_of(outside, y, x):
+        (line,) = axes.plot(place, values, color="0.45", ls="--", lw=0.9, label=f"TRL: {name}")
+        line.set_gid(f"run:{name}")
+        numbers = pd.DataFrame({"x": place, "estimate": values, "low": np.nan, "high": np.nan, "seeds": 1})
+        plotted.append(labelled(numbers, f"TRL: {name}", np.nan, y, x))
     if x == "own_tokens_total":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_title(f"{seeds_text(counts)} per arm; band: 95 % interval", loc="left", fontsize=7)
+    drawn = f", {most} drawn" if max(counts) > most else ""
+    axes.set_title(f"{seeds_text(counts)} per arm{drawn}; band: 95 % interval", loc="left", fontsize=7)
     legend_below(axes)
     return pd.concat(plotted)
 
 
 def draw_arm(
-    axes, runs: list[Curve], text: str, style: dict, shared_steps: bool, share: bool, log: bool
+    axes, runs: list[Curve], text: str, style: dict, most: int, shared_steps: bool, share: bool, log: bool
 ) -> pd.DataFrame:
     """Draws one arm: a thin line per seed, the mean and its band; the lines alone where the seeds are too few.
 
     Args:
-        runs: of `arm_curves`.
+        runs: of `curves_of`.
         text: the arm's name in the legend.
         style: colour and line style.
+        most: lines of seeds that are drawn; the mean is that of all.
         shared_steps, log: as in `on_one_grid` and `draw_curves`.
         share: whether y cannot leave [0, 1].
 
     Returns:
         The mean and its interval: x, estimate, low, high, seeds.
     """
-    for name, place, values, diverged in runs:
-        (line,) = axes.plot(place, values, **style, lw=0.7, alpha=0.6)
-        line.set_gid(f"run:{name}")
+    for number, (name, place, values, diverged) in enumerate(runs):
+        if number < most:
+            (line,) = axes.plot(place, values, **style, lw=0.7, alpha=0.6)
+            line.set_gid(f"run:{name}")
         if diverged:
             axes.plot(place[-1:], values[-1:], "x", color=style["color"], ms=6)
     grid, values = on_one_grid([run[1:3] for run in runs], [run[3] for run in runs], shared_steps)

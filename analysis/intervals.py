@@ -12,7 +12,7 @@ hands it all resamples at once, as an array (seeds, resamples, ...).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,9 +101,7 @@ def bootstrap(
     n, estimate = min(sizes), float(statistic(*arrays))
     if n < FEWEST or not resamples:
         return Interval(estimate, np.nan, np.nan, n)
-    rng = np.random.default_rng(seed)
-    rows = [[rng.integers(0, size, size) for size in sizes] for _ in range(resamples)]
-    chosen = [np.array(of_stratum).T for of_stratum in zip(*rows, strict=True)]  # (seeds, resamples) per stratum
+    chosen = resampled(tuple(sizes), resamples, seed)
     drawn = np.asarray(statistic(*(array[index] for array, index in zip(arrays, chosen, strict=True))))
     if drawn.shape != (resamples,):
         raise ValueError(f"The statistic returned {drawn.shape}, not one value per resample. Reduce axis 0 alone.")
@@ -112,6 +110,14 @@ def bootstrap(
         return Interval(estimate, np.nan, np.nan, n)
     low, high = stretch(estimate, np.quantile(drawn, TAILS), n)
     return Interval(estimate, max(low, bounds[0]), min(high, bounds[1]), n)
+
+
+@lru_cache(maxsize=16)
+def resampled(sizes: tuple[int, ...], resamples: int, seed: int) -> list[NDArray]:
+    """Returns the seeds that each resample takes, (seeds, resamples) per stratum: the same for all arms of a size."""
+    rng = np.random.default_rng(seed)
+    rows = [[rng.integers(0, size, size) for size in sizes] for _ in range(resamples)]
+    return [np.array(of_stratum).T for of_stratum in zip(*rows, strict=True)]
 
 
 def stretch(estimate: ArrayLike, quantiles: NDArray, n: int) -> NDArray:

@@ -13,6 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from analysis.arms import by_arm, colour
+from analysis.by_run import by_run
 from analysis.checks import one_setting, require
 from analysis.intervals import FEWEST, wilson
 from analysis.style import PAGE, dash, figure, keep_numbers, legend_below, seeds_text
@@ -65,17 +66,16 @@ def stability_table(table: pd.DataFrame) -> pd.DataFrame:
     score = "accuracy" if "accuracy" in table and table.accuracy.notna().any() else "reward_mean"
     require(table, score, "gradient_norm")
     rows = []
-    for name, run in table.groupby("run", observed=True):
-        run = run.sort_values("step")
-        scored = run[run[score].notna()]
-        at = collapse_step(scored[score].to_numpy(float), run.outcome.iloc[0] == "diverged")
-        step = np.nan if at is None else scored.step.iloc[at] if len(scored) else 0
-        norms = run.gradient_norm.dropna().to_numpy(float)
-        worst = drawdown(scored[score].to_numpy(float)).max() if len(scored) else np.nan
-        facts = {"run": name, "baseline": run.baseline.iloc[0], "group_size": run.group_size.iloc[0]}
-        facts |= {"seed": run.seed.iloc[0], "collapsed_at": step, "collapsed": at is not None}
+    for name, run in by_run(table, "step", "baseline", "group_size", "seed", "outcome", score, "gradient_norm"):
+        scored = ~np.isnan(run[score])
+        scores, norms = run[score][scored], run["gradient_norm"][~np.isnan(run["gradient_norm"])]
+        at = collapse_step(scores, run["outcome"][0] == "diverged")
+        step = np.nan if at is None else run["step"][scored][at] if len(scores) else 0
+        worst = drawdown(scores).max() if len(scores) else np.nan
+        facts = {"run": name} | {key: run[key][0] for key in ("baseline", "group_size", "seed")}
+        facts |= {"collapsed_at": step, "collapsed": at is not None}
         facts |= {"surge_share": surges(norms).mean() if len(norms) else np.nan, "worst_drawdown": worst}
-        rows.append(facts | {"last_step": run.step.max()})
+        rows.append(facts | {"last_step": run["step"][-1]})
     return pd.DataFrame(rows)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 plt.style.use(Path(__file__).with_name("paper.mplstyle"))
-COLUMN, PAGE = 3.3, 6.8  # inches: one column of a two-column paper, and its full width
+COLUMN, PAGE = 3.25, 6.75  # inches: one column of a two-column paper, and its full width
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -71,13 +71,14 @@ def show(axes):
     return Image(picture.getvalue())
 
 
-def save(axes, path: Path, pictures: tuple[str, ...] = ("pdf", "png")) -> list[Path]:
+def save(axes, path: Path, pictures: tuple[str, ...] = ("pdf", "png"), title: str = "", about: str = "") -> list[Path]:
     """Writes a figure and what it plots, then closes it.
 
     Args:
         axes: of the figure, or an array of them.
         path: of the files, without an ending.
         pictures: endings of the pictures.
+        title, about: what the pictures say of themselves in their metadata, such as the command that made them.
 
     Returns:
         The files: path.pdf, path.png and path.csv.
@@ -86,7 +87,9 @@ def save(axes, path: Path, pictures: tuple[str, ...] = ("pdf", "png")) -> list[P
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.with_name(f"{path.name}.{ending}") for ending in (*pictures, "csv")]
     for file, ending in zip(files, pictures, strict=False):
-        drawn.savefig(file, metadata={"CreationDate": None} if ending == "pdf" else None)
+        told = {"Title": title, "Subject" if ending == "pdf" else "Description": about}
+        metadata = {key: text for key, text in told.items() if text}
+        drawn.savefig(file, metadata=metadata | ({"CreationDate": None} if ending == "pdf" else {}))
     numbers(axes).to_csv(files[-1], index=False, float_format="%.8g")
     plt.close(drawn)
     return files

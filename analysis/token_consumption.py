@@ -15,6 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
+from analysis.by_run import by_run
 from analysis.checks import one_setting, require
 from analysis.intervals import Interval, iqm, two_arms
 from otb.errors import RunError
@@ -28,22 +29,24 @@ class Consumption(NamedTuple):
     reached: NDArray
 
 
-def tokens_to_target(run: pd.DataFrame, target: float) -> tuple[float, bool]:
+def tokens_to_target(name: str, run: dict[str, NDArray], target: float) -> tuple[float, bool]:
     """Returns (own tokens, reached) of one run, linear between the evaluations around the target.
 
     A run that did not get there counts the tokens up to its last row. Raises RunError where it was never evaluated.
+
+    Args:
+        name: of the run, for the error.
+        run: evaluation_accuracy, evaluation_own_tokens_total and own_tokens_total, if there are any, of `by_run`.
+        target: accuracy.
     """
-    evaluated = run[run.evaluation_accuracy.notna() & run.evaluation_own_tokens_total.notna()].sort_values("step")
-    if evaluated.empty:
-        raise RunError(
-            f"{run.run.iloc[0]} has no evaluation with accuracy and tokens. Set evaluation.every and resume."
-        )
-    accuracy = evaluated.evaluation_accuracy.to_numpy()
-    tokens = evaluated.evaluation_own_tokens_total.to_numpy()
+    accuracy, tokens = run["evaluation_accuracy"], run["evaluation_own_tokens_total"]
+    evaluated = ~np.isnan(accuracy) & ~np.isnan(tokens)
+    if not evaluated.any():
+        raise RunError(f"{name} has no evaluation with accuracy and tokens. Set evaluation.every and resume.")
+    accuracy, tokens = accuracy[evaluated], tokens[evaluated]
     hits = np.flatnonzero(accuracy >= target)
     if len(hits) == 0:
-        spent = run.own_tokens_total.max() if "own_tokens_total" in run else np.nan
-        return float(np.nanmax([tokens[-1], spent])), False
+        return float(np.nanmax([tokens[-1], *run.get("own_tokens_total", ())])), False
     i = hits[0]
     if i == 0:
         return float(tokens[0]), True
@@ -53,7 +56,9 @@ def tokens_to_target(run: pd.DataFrame, target: float) -> tuple[float, bool]:
 
 def consumption(arm: pd.DataFrame, target: float) -> Consumption:
     """Returns the consumption of one arm. arm: the rows of all its runs."""
-    runs = [(run.seed.iloc[0], *tokens_to_target(run, target)) for _, run in arm.groupby("run", observed=True)]
+    wanted = ("seed", "evaluation_accuracy", "evaluation_own_tokens_total", "own_tokens_total")
+    columns = [column for column in wanted if column in arm]
+    runs = [(run["seed"][0], *tokens_to_target(name, run, target)) for name, run in by_run(arm, *columns)]
     seeds, tokens, reached = (np.array(column) for column in zip(*runs, strict=True))
     return Consumption(seeds, tokens.astype(float), reached.astype(bool))
 

@@ -1,5 +1,6 @@
 """Figures as functions of a table: they state the seeds, raise on what is missing, and keep the plotted numbers."""
 
+import itertools
 import json
 
 import numpy as np
@@ -7,10 +8,13 @@ import pandas as pd
 import pytest
 
 from analysis import style
+from analysis.arms import ARMS
 from analysis.cost import cost_table, time_and_memory
 from analysis.group_size import accuracy_by_group_size
 from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
 from analysis.noise import power_per_run, variance
+from analysis.palette import rgb
+from analysis.report.figures import MAIN_ARMS
 from analysis.runs.load import load
 from analysis.runs.samples import read_group, read_samples, sample_steps
 from analysis.stability import stability, stability_table
@@ -69,7 +73,7 @@ def test_no_figure_mixes_settings_or_draws_nothing(table, name):
 
 
 def test_the_plotted_numbers_are_saved_beside_pdf_and_png(table, tmp_path):
-    files = style.save(learning_curves(table), tmp_path / "figures" / "curve")
+    files = style.save(learning_curves(table), tmp_path / "figures" / "curve", title="A curve", about="Made by: me")
     assert [file.suffix for file in files] == [".pdf", ".png", ".csv"] and all(file.stat().st_size for file in files)
     numbers = pd.read_csv(files[2])
     otb = numbers[(numbers.baseline == "otb") & (numbers.group_size == 4)].set_index("step")
@@ -77,6 +81,33 @@ def test_the_plotted_numbers_are_saved_beside_pdf_and_png(table, tmp_path):
     assert otb.estimate[10] == pytest.approx(0.4 + 10 * 0.0305)
     assert otb.low[10] < otb.estimate[10] < otb.high[10] and otb.estimate[20] == 0.9
     assert set(numbers.seeds) == {3}
+    paper = files[0].read_bytes()
+    assert b"/MediaBox [ 0 0 234 165.6 ]" in paper  # 3.25 x 2.3 inches in points: a column of a two-column paper
+    # every font is TrueType and embedded; Type 3 fonts, which journals refuse, would have no file
+    assert paper.count(b"/FontFile2") == paper.count(b"/Type /FontDescriptor") > 0 and b"/Type3" not in paper
+    assert b"/Title (A curve)" in paper and b"/Subject (Made by: me)" in paper
+    assert b"Description\0Made by: me" in files[1].read_bytes()  # the PNG says the same
+
+
+MACHADO = {  # how linear RGB looks to the three kinds of colour-blind readers (Machado et al. 2009, severity 1)
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+
+
+@pytest.mark.parametrize("seen_as", MACHADO)
+def test_the_arms_of_the_first_figure_differ_to_colour_blind_readers(seen_as):
+    def lab(colour):  # CIE L*a*b* of what such a reader sees
+        encoded = np.array(rgb(colour)) / 255
+        linear = np.clip(MACHADO[seen_as] @ ((encoded + 0.055) / 1.055) ** 2.4, 0, 1)
+        to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+        x, y, z = np.cbrt(to_xyz @ linear / [0.9505, 1, 1.089])
+        return np.array([116 * y, 500 * (x - y), 200 * (y - z)])
+
+    seen = [lab(ARMS[name].colour) for name in MAIN_ARMS]
+    distances = [np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)]
+    assert min(distances) > 12  # 2.3 is the least that an eye tells apart in patches side by side; lines are thin
 
 
 def test_two_seeds_give_raw_lines_and_no_interval(table):
@@ -167,7 +198,7 @@ def test_time_per_step_is_a_median_over_steps(table):
 
 
 def test_an_outside_trl_run_stands_in_the_reward_curves(table):
-    outside = pd.DataFrame({"run": "theirs", "step": [1, 2], "reward_mean": [0.3, 0.4]})
+    outside = pd.DataFrame({"run": "theirs", "outcome": "finished", "step": [1, 2], "reward_mean": [0.3, 0.4]})
     axes = learning_curves(table, "reward_mean", outside=outside)
     assert style.numbers(axes).baseline.iloc[-1] == "TRL: theirs"
 

@@ -10,12 +10,16 @@ import pytest
 
 from analysis import style
 from analysis.intervals import Interval
-from analysis.report.__main__ import main
+from analysis.report.__main__ import main, make_report
 from analysis.report.claims import NOT_SUPPORTED, SUPPORTED, UNDECIDED, Finding, decide, overall, rules, verdicts
 from analysis.report.comparisons import Claims
+from analysis.report.drawing import Drawn
+from analysis.report.watch import announce
 from analysis.runs.excerpt import excerpt, without_paths
 from analysis.runs.load import load
+from otb.errors import STOPPED_FROM_KEYBOARD
 from tests.support.analysis_runs import REAL_RUNS, write_run, write_sweep
+from tests.support.browser import faults
 from tests.support.commands import help_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,13 +37,13 @@ def report(tmp_path_factory):
 def no_files(monkeypatch):
     """Reports without PDF, PNG and CSV files of their figures."""
 
-    def save(axes, path):
+    def save(axes, path, title, about):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".png").write_bytes(b"")
         style.plt.close("all")
         return [path.with_suffix(".png")]
 
-    monkeypatch.setattr("analysis.report.parts.save", save)
+    monkeypatch.setattr("analysis.report.drawing.save", save)
 
 
 @pytest.fixture
@@ -210,7 +214,7 @@ def opened(chrome, report):
         yield open_at
 
 
-def test_the_page_begins_with_what_was_run_verdicts_and_the_main_figure(opened):
+def test_the_page_begins_with_what_was_run_verdicts_and_the_main_figure(opened, report):
     chrome = opened()
     assert [head.removesuffix("#").strip() for head in chrome.texts("h2")][:4] == [
         "What was run",
@@ -222,6 +226,7 @@ def test_the_page_begins_with_what_was_run_verdicts_and_the_main_figure(opened):
     assert "Arithmetic, tiny policy" in run and "OTB, GRPO, RLOO" in run and "3 seeds" in run
     assert "supported 0.04 [0.04, 0.04] share of a step's time" in verdicts
     assert "undecided −0.0414 [−0.0554, −0.0278], of a proxy" in verdicts  # which is no variance
+    assert f"Made by python -m analysis.report {report.parent} --target 0.8" in chrome.find("figcaption").text
     assert "figures/held-out_accuracy_over_own_tokens_n4.csv" in chrome.find("figure a[href$=csv]").get_attribute(
         "href"
     )
@@ -294,6 +299,15 @@ def test_a_line_and_a_name_open_their_run_and_a_figure_is_enlarged(opened):
     assert zoomed == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_axe_finds_no_fault_in_contrast_labels_or_structure(opened, dark):
+    chrome = opened(dark=dark)
+    chrome.js("for (const one of document.querySelectorAll('details')) one.open = true")
+    assert faults(chrome) == []
+    chrome.js("""document.querySelector('[data-open="otb-n4-seed1"]').click()""")
+    assert chrome.js("return dialog.open") and faults(chrome) == []
+
+
 def test_the_page_prints_without_buttons_and_with_whole_figures(opened):
     chrome = opened(dark=True)
     chrome.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
@@ -306,12 +320,91 @@ def test_the_page_prints_without_buttons_and_with_whole_figures(opened):
         chrome.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
+# ---- a report that is watched
+
+
+def test_a_watched_report_draws_only_what_changed(tmp_path, quick, monkeypatch, capsys):
+    folder = write_sweep(tmp_path, seeds=1)
+    run = write_run(folder, "otb", 32, seed=1, state="running")
+    made, looks = [], iter(["nothing happens", "the run finishes", "nothing happens", "Ctrl-C"])
+
+    def draw(figures, folder):
+        made.append([figure.name for figure in figures])
+        return [Drawn(figure, problem="not drawn here") for figure in figures]
+
+    def sleep(seconds):
+        assert seconds == 7
+        event = next(looks)
+        if event == "Ctrl-C":
+            raise KeyboardInterrupt
+        if event == "the run finishes":
+            (run / "status.json").write_text(json.dumps({"state": "finished", "step": 40, "steps": 40}))
+
+    monkeypatch.setattr("analysis.report.drawing.draw_side_by_side", draw)
+    monkeypatch.setattr("analysis.report.watch.time.sleep", sleep)
+    assert main([str(folder), "--watch", "7"]) == STOPPED_FROM_KEYBOARD == 130
+    assert len(made) == 2 and "variance_n4" in made[0]
+    assert "variance_n32" in made[1] and not any(name.endswith("n4") for name in made[1])
+    said = capsys.readouterr()
+    assert "a look every 7 s" in said.out and f"{len(made[1])} figures drawn" in said.out
+    assert said.err.count("not finished") == 1 and "stopped" in said.err
+    assert (folder / "report" / "report.version.js").read_text() == 'renewed("");\n'
+
+
+def test_a_watch_waits_for_the_first_run_to_finish_and_refuses_what_can_never_work(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path, state="running")
+
+    def sleep(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("analysis.report.watch.time.sleep", sleep)
+    assert main([str(tmp_path), "--watch"]) == 130
+    assert "waiting: " in capsys.readouterr().out
+    assert main([str(tmp_path), "--watch", "0"]) == 2 and main([str(tmp_path / "absent"), "--watch"]) == 2
+    said = capsys.readouterr().err
+    assert "--watch 0 is no pause" in said and "absent is not a folder" in said
+
+
+def test_an_open_page_renews_itself_and_keeps_its_place(chrome, tmp_path, quick):
+    folder = write_sweep(tmp_path, seeds=1, sizes=(4,))
+    run = write_run(folder, "otb", 4, seed=9, state="running")
+    page = make_report(folder, watched=5)
+    order = """return [...document.querySelector("#runs ~ .wide").querySelectorAll("tbody tr")].map(
+      row => row.cells[3].textContent)"""
+    top = "return document.getElementById('runs').getBoundingClientRect().top"
+    with chrome.silent():
+        chrome.open(page, "verdicts", width=800, height=300)
+        assert "looked at every 5 s" in chrome.find("#watched").text
+        chrome.js("""
+          const box = document.querySelector("#runs ~ .wide"), seed = box.querySelectorAll("th button")[3];
+          seed.click(); seed.click();
+          document.querySelector("[id$=claims] ~ details").open = true;
+          box.scrollLeft = 40;
+          box.scrollIntoView(); scrollBy(0, 30); seed.focus({preventScroll: true}); window.isOld = true;""")
+        before = chrome.js(top)
+        assert before < 0 and chrome.js(order) == ["9", "0", "0", "0"]
+        (run / "status.json").write_text(json.dumps({"state": "finished", "step": 40, "steps": 40}))
+        make_report(folder, watched=5)
+        chrome.wait("return !window.isOld && document.readyState === 'complete'")
+        assert "4 runs, all of them used" in chrome.find("body").get_attribute("textContent")
+        assert chrome.js(top) == pytest.approx(before, abs=2) and chrome.js("return location.hash") == "#verdicts"
+        assert chrome.js(order) == ["9", "0", "0", "0"]
+        assert chrome.js("return document.querySelector('#runs ~ .wide').scrollLeft") == 40
+        assert chrome.js("return document.querySelector('[id$=claims] ~ details').open")
+        assert chrome.js("return document.activeElement.textContent") == "seed"
+        announce(page, "")
+        chrome.wait("return document.getElementById('watched').textContent.includes('not renewed any more')")
+
+
+# ---- what a report says of unusual folders
+
+
 def test_two_settings_get_a_part_each(tmp_path, quick):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", changes={"learning_rate": 0.01})
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "report.md").read_text()
-    assert text.count("## arithmetic-tiny#") == 2 and "### Claims" in text
+    assert len(re.findall(r"## Arithmetic, tiny policy [0-9a-f]{6}\n", text)) == 2 and "### Claims" in text
     assert "learning_rate</code>: 0.001, 0.01" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -379,7 +472,7 @@ def test_an_incomplete_grid_is_reported_and_its_whole_arms_are_drawn(tmp_path, q
         shutil.rmtree(tmp_path / f"rloo-n32-seed{seed}")
     assert main([str(tmp_path)]) == 0
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "Not drawn: accuracy_by_group_size. The grid lacks 1 of 6 cells: RLOO, N=32." in text
+    assert "Not drawn: Accuracy by group size. The grid lacks 1 of 6 cells: RLOO, N=32." in text
     assert "without the arms that lack a size: RLOO" in text
 
 

@@ -7,6 +7,7 @@ import pytest
 from analysis.rollouts.__main__ import main
 from analysis.runs.token_colours import background
 from tests.support.analysis_runs import REAL_RUNS
+from tests.support.browser import faults
 from tests.support.rollout_runs import HOSTILE, SETTLED, write_rollout_runs
 
 OTB = "run=otb-n4-seed0&step=40&prompt=0"
@@ -364,14 +365,7 @@ def test_charts_follow_the_width_of_the_window(opened):
     ("width", "fragment"), [(1280, PAIR + "&rollout=1&token=3"), (390, OTB + "&rollout=0&token=2")]
 )
 def test_axe_finds_no_fault_in_contrast_labels_or_structure(opened, dark, width, fragment):
-    from selenium_axe_python import Axe
-
-    chrome = opened(fragment, dark=dark, width=width)
-    axe = Axe(chrome.window)
-    axe.inject()
-    found = axe.run()
-    assert [(one["id"], [node["html"][:120] for node in one["nodes"]]) for one in found["violations"]] == []
-    assert "color-contrast" in {rule["id"] for rule in found["passes"]}
+    assert faults(opened(fragment, dark=dark, width=width)) == []
 
 
 def test_the_real_runs_of_the_repository_open(chrome, tmp_path):

@@ -3,7 +3,6 @@
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy import stats
 
@@ -191,20 +190,18 @@ def test_curves_over_tokens_are_read_off_between_a_runs_own_points():
 # ---- tokens to target
 
 
-def evaluations(*points) -> pd.DataFrame:
-    rows = [
-        {"step": i, "evaluation_own_tokens_total": float(tokens), "evaluation_accuracy": accuracy, "run": "r"}
-        for i, (tokens, accuracy) in enumerate(points)
-    ]
-    return pd.DataFrame(rows).assign(own_tokens_total=lambda t: t.evaluation_own_tokens_total)
+def evaluations(*points) -> dict[str, np.ndarray]:
+    tokens, accuracies = np.array(points, float).T
+    columns = {"evaluation_own_tokens_total": tokens, "evaluation_accuracy": accuracies}
+    return columns | {"own_tokens_total": tokens}
 
 
 def test_tokens_to_target_are_linear_between_evaluations():
     run = evaluations((0, 0.4), (100, 0.6), (200, 0.5), (300, 0.9))
-    assert tokens_to_target(run, 0.5) == (50.0, True)  # the first crossing, half way from 0.4 to 0.6
-    assert tokens_to_target(run, 0.8) == (275.0, True)
-    assert tokens_to_target(run, 0.4) == (0.0, True)
-    assert tokens_to_target(run, 0.95) == (300.0, False)  # censored at what it consumed
+    assert tokens_to_target("r", run, 0.5) == (50.0, True)  # the first crossing, half way from 0.4 to 0.6
+    assert tokens_to_target("r", run, 0.8) == (275.0, True)
+    assert tokens_to_target("r", run, 0.4) == (0.0, True)
+    assert tokens_to_target("r", run, 0.95) == (300.0, False)  # censored at what it consumed
 
 
 def test_restricted_mean_by_hand():

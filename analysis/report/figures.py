@@ -1,12 +1,11 @@
 """Lists the figures of a report in order: name, caption, and how each is drawn from a setting's rows. Used by parts.py.
 
-Each entry draws from a table alone; those of token positions read the samples of one run first.
+Each of them draws from a table alone; those that read samples are in sample_figures.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import pandas as pd
 
@@ -15,23 +14,14 @@ from analysis.cost import time_and_memory
 from analysis.group_size import accuracy_by_group_size
 from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
 from analysis.noise import variance
+from analysis.report.drawing import Figure
+from analysis.report.sample_figures import sample_figures
 from analysis.runs.load import Runs
-from analysis.runs.samples import read_group, read_samples
 from analysis.stability import stability
 from analysis.style import PAGE
 from analysis.token_figure import token_consumption
-from analysis.token_positions import energy_against_reward, token_positions
-from otb.errors import RunError
 
 MAIN_ARMS = ("otb", "group_mean", "grpo", "rloo", "opo")  # OTB and the group baselines that the paper compares with
-
-
-class Figure(NamedTuple):
-    """A figure of a report, not drawn yet."""
-
-    name: str  # of the files
-    caption: str
-    draw: Callable  # () -> axes
 
 
 def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iterator[Figure]:
@@ -51,10 +41,11 @@ def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iter
         )
     if table.empty:
         text = "Reward of plain TRL runs over steps: their arms are not known, so nothing is averaged."
-        yield Figure("reward_over_steps", text, lambda: learning_curves(loaded.outside, "reward_mean"))
+        rows = (loaded.outside,)
+        yield Figure("reward_over_steps", text, rows, lambda: learning_curves(loaded.outside, "reward_mean"))
         return
     text = "Held-out accuracy at the end (mean of the last two evaluations) against the group size"
-    yield Figure("accuracy_by_group_size", f"{text}.", lambda: accuracy_by_group_size(table))
+    yield Figure("accuracy_by_group_size", f"{text}.", (table,), lambda: accuracy_by_group_size(table))
     of_arm = table.groupby("baseline", observed=True).group_size.nunique()
     whole = of_arm.index[of_arm == len(sizes)]
     if 0 < len(whole) < len(of_arm):
@@ -63,17 +54,19 @@ def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iter
         yield Figure(
             "accuracy_by_group_size_whole_arms",
             f"{text}, without the arms that lack a size: {others}.",
+            (part,),
             lambda: accuracy_by_group_size(part),
         )
     if target is not None:
         yield Figure(
             "token_consumption",
-            "Own tokens until a target accuracy (restricted mean; runs that never get there are censored, not dropped) "
-            "and the tokens that OTB saves against each rival of the same group size.",
+            f"Own tokens until {target:g} held-out accuracy (restricted mean; runs that never get there are censored, "
+            "not dropped) and the tokens that OTB saves against each rival of the same group size.",
+            (table,),
             lambda: token_consumption(table, target),
         )
     yield from sample_figures(loaded, table)
-    yield Figure("time_and_memory", "Time and memory per step.", lambda: time_and_memory(table))
+    yield Figure("time_and_memory", "Time and memory per step.", (table,), lambda: time_and_memory(table))
 
 
 def main_figure(table: pd.DataFrame) -> Figure | None:
@@ -89,73 +82,43 @@ def main_figure(table: pd.DataFrame) -> Figure | None:
         return None
     size = max(compared, key=lambda size: compared[size])  # the first, and so the smallest, of equals
     caption = f"Held-out accuracy over the tokens that a run sampled itself, N={size}. Thin lines: seeds; thick: "
+    rows = main[main.group_size == size]
     return Figure(
         f"held-out_accuracy_over_own_tokens_n{size}",
         caption + "interquartile mean with its pointwise 95 % interval; cross: diverged.",
-        lambda: learning_curves(main[main.group_size == size], x="own_tokens_total", width=PAGE),
+        (rows,),
+        lambda: learning_curves(rows, x="own_tokens_total", width=PAGE),
     )
 
 
 def curve_figures(table: pd.DataFrame, n: int, outside: pd.DataFrame | None) -> Iterator[Figure]:
     """Yields the curves of one group size. outside: plain TRL runs, which stand in the reward curves."""
-    text = f"N={n}. Thin lines: seeds; cross: diverged. Interquartile mean"
+    text = f"N={n}. Thin lines: seeds; thick: interquartile mean; cross: diverged"
+    rows = (table,) if outside is None else (table, outside)
     yield Figure(
         f"gradient_norm_and_accuracy_n{n}",
         f"Gradient norm before clipping and held-out accuracy (the form of the paper's Figure 1), {text}.",
+        rows,
         lambda: gradient_norm_and_accuracy(table),
     )
     for x, over in (("step", "steps"), ("own_tokens_total", "own tokens")):
         yield Figure(
             f"accuracy_over_{over.replace(' ', '_')}_n{n}",
             f"Held-out accuracy over {over}, {text}.",
+            rows,
             lambda x=x: learning_curves(table, x=x),
         )
     yield Figure(
         f"reward_over_steps_n{n}",
         f"Training reward over steps, {text}.",
+        rows,
         lambda: learning_curves(table, "reward_mean", outside=outside),
     )
     yield Figure(
         f"variance_n{n}",
         f"Variance per step, measured where runs did, and its proxies (analysis/noise.py), {text}.",
+        rows,
         lambda: variance(table),
     )
     text = f"Seeds alive, gradient-norm surges, drawdown from the peak, N={n}."
-    yield Figure(f"stability_n{n}", text, lambda: stability(table))
-
-
-def sample_figures(loaded: Runs, table: pd.DataFrame) -> Iterator[Figure]:
-    """Yields one prompt group of an OTB run token by token, and energy against reward over the samples of all."""
-    ours = table[table.baseline == "otb"]
-    runs = list(ours.run.astype(str).unique())
-    name = runs[0] if runs else "the OTB run, of which there is none"
-    yield Figure(
-        "token_positions",
-        f"What OTB does in one prompt group of {name}: realized energy, baseline and advantage over own tokens.",
-        lambda: token_positions(read_group(_directory(loaded, runs))),
-    )
-    yield Figure(
-        "energy_against_reward",
-        f"Energy of a rollout relative to its group by reward, over the last samples of {label('otb')}'s runs: OTB can "
-        "help where the two go together.",
-        lambda: energy_against_reward(all_samples(loaded, runs)),
-    )
-
-
-def _directory(loaded: Runs, runs: list[str]):
-    if not runs:
-        raise RunError("No finished run of OTB. Run: python experiments/run.py baseline=otb")
-    return loaded.directory(runs[0])
-
-
-def all_samples(loaded: Runs, runs) -> pd.DataFrame:
-    """Reads the last samples of runs, by name, with the column `run`; of 200 runs at most."""
-    runs = list(runs)
-    _directory(loaded, runs)
-    parts = []
-    for run in runs[:200]:
-        try:
-            parts.append(read_samples(loaded.directory(run)).assign(run=run))
-        except RunError:  # a run without samples; where all lack them, the last line says so
-            continue
-    return pd.concat(parts) if parts else read_samples(loaded.directory(runs[0]))
+    yield Figure(f"stability_n{n}", text, rows, lambda: stability(table))

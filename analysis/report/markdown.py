@@ -20,17 +20,19 @@ def markdown(loaded: Runs, parts: list[Part], out: Path) -> str:
     lines = [f"# Report on {loaded.folder.resolve().name}", "", f"{len(loaded.runs)} runs, {used} used.", ""]
     lines += [f"- {warning}" for warning in loaded.warnings] + [""]
     for part in parts:
-        lines += [f"## {part.setting}", "", "### Claims", "", markdown_table(part.claims), ""]
+        lines += [f"## {part.heading} {part.digest}".rstrip(), "", "### Claims", "", markdown_table(part.claims), ""]
         lines += ["### Comparisons behind them", "", markdown_table(part.findings), ""]
         for title, rows in part.tables:
             lines += [f"### {title}", "", markdown_table(rows), ""]
         lines += ["### Figures", ""]
         for drawn in part.figures:
             if drawn.problem:
-                lines += [f"Not drawn: {drawn.figure.name}. {drawn.problem}", ""]
+                lines += [f"Not drawn: {drawn.figure.title}. {drawn.problem}", ""]
                 continue
             path = next(file for file in drawn.files if file.suffix == ".png")
-            lines += [f"![{drawn.figure.name}]({os.path.relpath(path, out)})", "", drawn.figure.caption, ""]
+            figure = drawn.figure
+            lines += [f"![{figure.title}]({os.path.relpath(path, out)})", ""]
+            lines += [f"{figure.caption} Made by `{figure.command}`.", ""]
     lines += ["## Runs", "", markdown_table(loaded.runs.reindex(columns=RUN_COLUMNS)), ""]
     return "\n".join(lines)
 

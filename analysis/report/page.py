@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import os
 import re
@@ -13,30 +14,38 @@ import numpy as np
 import pandas as pd
 
 from analysis.palette import SCHEME
+from analysis.report.drawing import Drawn
 from analysis.report.markdown import RUN_COLUMNS, cell_text, markdown
 from analysis.report.overview import INTERVAL, lead, main_part, overview, verdict_rows
-from analysis.report.parts import Drawn, Part
+from analysis.report.parts import Part
+from analysis.report.watch import announce
 from analysis.runs.load import Runs
 from analysis.runs.marks import setting_differences
 from analysis.runs.samples import own_tokens, read_group
 from analysis.runs.token_colours import background, largest
 from analysis.style import COLUMN
 from otb.errors import RunError
+from otb.records import write_atomically
 
 HERE = Path(__file__).parent
+SCRIPTS = ("page.js", "watch.js")  # the second one for a page that renews itself
 LONG_TEXT = 40  # characters of a cell that gets room for whole sentences
 RUNS_WITH_SAMPLES = 100  # a page of every group of 1,000 runs would not open
 ROLLOUTS_SHOWN = 4
 
 
-def write_pages(loaded: Runs, parts: list[Part], out: Path) -> Path:
-    """Writes report.html, report.md and returns the path of the first."""
+def write_pages(loaded: Runs, parts: list[Part], out: Path, watched: float | None = None) -> Path:
+    """Writes report.html and report.md, no reader sees half of one, and returns the path of the first.
+
+    watched: seconds between two looks at the runs, for a page that renews itself.
+    """
     out.mkdir(parents=True, exist_ok=True)
     template = jinja2.Template((HERE / "page.html.jinja").read_text(encoding="utf8"))
     page = template.render(
         title=f"Report on {loaded.folder.resolve().name}",
         style=SCHEME.read_text(encoding="utf8") + (HERE / "page.css").read_text(encoding="utf8"),
-        script=(HERE / "page.js").read_text(encoding="utf8"),
+        script="".join((HERE / file).read_text(encoding="utf8") for file in SCRIPTS[: 1 if watched is None else 2]),
+        watched=watched,
         loaded=loaded,
         lead=lead(loaded),
         overview=overview(loaded, parts),
@@ -51,8 +60,11 @@ def write_pages(loaded: Runs, parts: list[Part], out: Path) -> Path:
         is_wide=is_wide,
         relative=lambda path: os.path.relpath(path, out),
     )
-    (out / "report.html").write_text(page, encoding="utf8")
-    (out / "report.md").write_text(markdown(loaded, parts, out), encoding="utf8")
+    version = hashlib.sha256(page.encode()).hexdigest()[:12]
+    write_atomically(out / "report.md", markdown(loaded, parts, out))
+    write_atomically(out / "report.html", page.replace("VERSION", version, 1) if watched else page)
+    if watched:
+        announce(out / "report.html", version)
     return out / "report.html"
 
 
@@ -80,11 +92,12 @@ def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
 
 
 def picture(drawn: Drawn) -> str:
-    """Returns the inline SVG, or the PNG as a data URI where the SVG is too large."""
+    """Returns the inline SVG, or the PNG as a data URI where the SVG is too large, with the figure's title."""
+    title = html.escape(drawn.figure.title)
     if drawn.svg:
-        return drawn.svg
+        return drawn.svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
     png = next(file for file in drawn.files if file.suffix == ".png")
-    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}">'
+    return f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}">'
 
 
 def is_wide(drawn: Drawn) -> bool:

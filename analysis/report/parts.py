@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from analysis.report.claims import findings_table, verdicts
 from analysis.report.comparisons import Claims
-from analysis.report.figures import Figure, all_figures, main_figure
+from analysis.report.drawing import Drawings, Drawn
+from analysis.report.figures import all_figures, main_figure
 from analysis.report.tables import tables_of
 from analysis.runs.load import Runs
-from analysis.style import figure_of, plt, save
 from analysis.token_consumption import default_target
 from otb.errors import RunError
-
-LARGEST_SVG = 3_000_000  # characters; beyond, the page holds the picture as PNG
-
-
-@dataclass
-class Drawn:
-    """A figure of the page: svg (or "" and the PNG file), or the reason why it could not be drawn."""
-
-    figure: Figure
-    svg: str = ""
-    files: list[Path] = field(default_factory=list)
-    problem: str = ""
-
-    @property
-    def title(self) -> str:
-        """Returns the figure's name as words: "Reward over steps, N=4"."""
-        words = re.sub(r"_n(\d+)$", r", N=\1", self.figure.name).replace("_", " ")
-        return words[0].upper() + words[1:]
 
 
 @dataclass
@@ -82,7 +63,9 @@ class Part:
         return [(f"{self.id}-claims", "Claims"), *tables, (f"{self.id}-figures", "Figures")]
 
 
-def part_of(loaded: Runs, setting: str, table: pd.DataFrame, target: float | None, folder: Path) -> Part:
+def part_of(
+    loaded: Runs, setting: str, table: pd.DataFrame, target: float | None, folder: Path, drawings: Drawings
+) -> Part:
     """Measures and draws everything of one setting; what cannot be is there with its reason."""
     if target is None:
         try:
@@ -90,24 +73,8 @@ def part_of(loaded: Runs, setting: str, table: pd.DataFrame, target: float | Non
         except RunError:  # the figures and claims that need evaluations each say so
             target = None
     findings = Claims(table, target if target is not None else float("nan")).findings()
-    drawn = [draw(figure, folder) for figure in all_figures(loaded, table, target)]
-    first = main_figure(table)
-    main = draw(first, folder) if first is not None else None
+    first, figures = main_figure(table), list(all_figures(loaded, table, target))
+    drawn = drawings.draw_all([first, *figures] if first else figures, folder)
+    main = drawn.pop(0) if first else None
     tables = list(tables_of(table, target))
     return Part(setting, target, verdicts(findings), findings_table(findings), tables, drawn, main)
-
-
-def draw(figure: Figure, folder: Path) -> Drawn:
-    """Draws a figure, saves it (PDF, PNG, CSV) and keeps the SVG for the page."""
-    try:
-        axes = figure.draw()
-    except RunError as error:
-        plt.close("all")
-        return Drawn(figure, problem=str(error))
-    text = io.StringIO()
-    owner = figure_of(axes)
-    owner.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    owner.set_layout_engine("none")  # the layout is done; every further file would do it again
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :] if len(svg) <= LARGEST_SVG else ""
-    return Drawn(figure, svg, save(axes, folder / figure.name))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import wait_for
+from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 FLAGS = (
     "headless=new",
@@ -116,3 +116,15 @@ class Browser:
         messages = [json.loads(entry["message"])["message"] for entry in self.window.get_log("performance")]
         sent = [one["params"] for one in messages if one["method"] == "Network.requestWillBeSent"]
         return [one["request"]["url"] for one in sent if one["request"]["url"].startswith(("http", "ws"))]
+
+
+def faults(browser: Browser) -> list[tuple[str, list[str]]]:
+    """What axe-core finds wrong with the page as it stands: rule and elements. Contrast must be among its checks."""
+    from selenium_axe_python import Axe
+
+    browser.window.set_script_timeout(PATIENCE_SECONDS)
+    axe = Axe(browser.window)
+    axe.inject()
+    found = axe.run(context={"exclude": [[".picture > svg > *"]]})  # pictures: thousands of elements under one label
+    assert "color-contrast" in {rule["id"] for rule in found["passes"]}
+    return [(one["id"], [node["html"][:120] for node in one["nodes"]]) for one in found["violations"]]
