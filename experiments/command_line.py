@@ -68,7 +68,7 @@ def accept_open_keys(arguments: list[str]) -> list[str]:
     """
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
     opened = re.compile(
-        r"(trainer|baseline|token_weights|task|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]"
+        r"(trainer|baseline|task|schedule|token_weights|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]"
         r"|model\.(chat_template|gguf_file|attn_implementation)="
     )
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]

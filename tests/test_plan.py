@@ -118,6 +118,12 @@ def test_weights_gradients_and_optimizer_take_16_bytes_a_parameter_divided_by_th
     assert state(replace(PAPER, lora_rank=32)) / 1e9 == pytest.approx(15.23 + 1.29, abs=0.01)
 
 
+def test_a_bfloat16_copy_that_samples_takes_two_bytes_more_for_every_parameter():
+    copied = replace(PAPER, dtype="float32", sampler="hf_bfloat16")
+    assert state(copied) - state(replace(copied, sampler="hf")) == 2 * QWEN_7B.parameters
+    assert moments(copied)["sampling"]["kv_cache"] > 0 and moments(copied)["sampling"].get("vllm", 0.0) == 0.0
+
+
 def test_kv_cache_takes_57_kb_a_token_of_qwen2_5_7b_and_147_of_qwen3_8b():
     assert kv_bytes_per_token(QWEN_7B) == 2 * 28 * 4 * 128 * 2 == 57_344
     assert kv_bytes_per_token(architecture_of("Qwen/Qwen3-8B-Base")) == 2 * 36 * 8 * 128 * 2 == 147_456

@@ -31,7 +31,8 @@ def leaves(node: dict, prefix: str = "") -> dict:
     """{"evaluation": {"samples": 32}} -> {"evaluation.samples": 32}."""
     flat = {}
     for key, value in node.items():
-        flat |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        name = f"{prefix.rstrip('.')}[{key}]" if "." in key else f"{prefix}{key}"  # an axis such as schedule.floor
+        flat |= leaves(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
 
 

@@ -124,6 +124,7 @@ REFUSED = {  # overrides beside schedule=length_triggered -> what the message sa
     "schedule.warmup=2.5": ("schedule.warmup=2.5", "must be a whole number"),
     "trainer.lr_scheduler_type=cosine": ("lr_scheduler_type=cosine", "would both set", "or schedule=constant"),
     "++trainer.warmup_steps=5": ("trainer.warmup_steps=5", "would both set", "and schedule.warmup"),
+    "++schedule.ration=2": ("schedule.ration is no argument", "Did you mean ratio?"),
     "schedule.ratio=64": ("schedule.ratio=64", "task.max_completion_length=64", "Use a smaller schedule.ratio"),
 }
 
@@ -133,6 +134,11 @@ def test_what_cannot_go_with_the_schedule_is_refused_before_a_model_loads(overri
     with pytest.raises(RunError) as refusal:
         check(composed("schedule=length_triggered", overrides))
     assert all(part in str(refusal.value) for part in REFUSED[overrides]), refusal.value
+
+
+def test_an_option_without_its_choice_is_refused():
+    with pytest.raises(RunError, match=r"schedule.ratio=2 is set.*Add schedule=length_triggered"):
+        check(composed("++schedule.ratio=2"))
 
 
 def test_what_goes_with_the_schedule_is_taken():

@@ -17,10 +17,9 @@ from types import SimpleNamespace
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from experiments.build import build, is_off
+from experiments.checks.methods import check_methods
 from experiments.checks.model import check_model
-from experiments.checks.schedule import check_schedule
 from experiments.checks.target import check_target
-from experiments.checks.token_weights import check_token_weights
 from experiments.checks.trainer import check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
 from experiments.hardware import check_gpus, check_processes, check_this_machine, gpu_memory
@@ -57,8 +56,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     check_held_out(cfg)
     check_trainer(cfg)
     _check_baseline(cfg)
-    check_schedule(cfg)
-    check_token_weights(cfg)
+    check_methods(cfg)
     _check_band(cfg)
     check_gpus(cfg)
     gpu_bytes = None

@@ -1,11 +1,12 @@
-"""Checks of the group `schedule`. Imports no torch."""
+"""Checks of the groups that may be off, METHODS of experiments/build.py. Imports no torch."""
 
 from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from experiments.build import build, is_off
+from experiments.build import METHODS, build, is_off
 from experiments.checks.target import check_target
+from experiments.command_line import CONF
 from otb.errors import RunError
 
 OF_THE_SCHEDULE = {  # keys of trainer that move the learning rate -> what leaves it alone, and what to use instead
@@ -16,12 +17,27 @@ OF_THE_SCHEDULE = {  # keys of trainer that move the learning rate -> what leave
 }
 
 
-def check_schedule(cfg: DictConfig) -> None:
-    """Raises RunError for a schedule that cannot be, or that something else would move as well."""
-    if is_off(cfg, "schedule"):
-        return
-    check_target("schedule", cfg.schedule)
-    schedule = build(cfg, "schedule")  # its constructor may refuse a value
+def check_methods(cfg: DictConfig) -> None:
+    """Raises RunError for a method that cannot be built, or cannot work beside the rest of the configuration."""
+    for group in METHODS:
+        if is_off(cfg, group):
+            _check_off(cfg, group)
+            continue
+        check_target(group, cfg[group])
+        method = build(cfg, group)  # its constructor may refuse a value
+        if group == "schedule":
+            _check_schedule(cfg, method)
+
+
+def _check_off(cfg: DictConfig, group: str) -> None:
+    for key, value in cfg[group].items():
+        if key != "_target_":
+            choices = sorted(path.stem for path in (CONF / group).glob("*.yaml") if f"\n{key}:" in path.read_text())
+            fix = f"Add {group}={choices[0]}" if choices else "Leave it out"
+            raise RunError(f"{group}.{key}={value} is set, and the choice of {group} takes no options. {fix}.")
+
+
+def _check_schedule(cfg: DictConfig, schedule) -> None:
     for key, (neutral, fix) in OF_THE_SCHEDULE.items():
         if (value := cfg.trainer.get(key, neutral[0])) not in neutral:
             raise RunError(
@@ -29,7 +45,7 @@ def check_schedule(cfg: DictConfig) -> None:
                 f"trainer.{fix}, or schedule=constant."
             )
     longest = build(cfg, "task").max_completion_length
-    if hasattr(schedule, "out_of_reach") and schedule.out_of_reach(longest):
+    if schedule.out_of_reach(longest):
         raise RunError(
             f"schedule.ratio={cfg.schedule.ratio} times a response of one token is not below "
             f"task.max_completion_length={longest}, so no surge can ever be seen. Use a smaller schedule.ratio, or a "
