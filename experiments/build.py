@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -13,15 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from otb.errors import RunError, first_line
 from otb.sandbox import Sandbox, SandboxFailure
 
+# Groups that may be off (`_target_: null`) -> the argument of OTBTrainer that takes what they name.
+METHODS = {"token_weights": "token_weights"}
+
 
 def is_tiny(model: DictConfig) -> bool:
     """Tells whether the group `model` has the keys of model=tiny, whatever its model.name."""
     return "warm_start" in model  # in conf/model/tiny.yaml alone
-
-
-def weighs_tokens(cfg: DictConfig) -> bool:
-    """Tells whether another choice than `token_weights=none` was made."""
-    return "_target_" in (cfg.get("token_weights") or {})
 
 
 def unless_tiny(text: str, *, _root_) -> str | None:
@@ -50,6 +49,17 @@ def build(cfg: DictConfig, group: str):
             raise RunError(f"{group}: {type(cause).__name__}: {reason}") from error
         keys = "|".join(re.escape(str(key)) for key in cfg[group])
         raise RunError(re.sub(rf"(?<![\w.])({keys})=", rf"{group}.\1=", reason)) from error
+
+
+def methods(cfg: DictConfig) -> dict[str, Any]:
+    """Returns what the groups of METHODS name, as arguments of OTBTrainer; None for one that is off."""
+    built = {argument: None if is_off(cfg, group) else build(cfg, group) for group, argument in METHODS.items()}
+    return {argument: method for argument, method in built.items() if method is not None}
+
+
+def is_off(cfg: DictConfig, group: str) -> bool:
+    """Tells whether a group of METHODS has the choice that does nothing."""
+    return (cfg.get(group) or {}).get("_target_") is None
 
 
 @contextmanager

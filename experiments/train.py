@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_utils import set_seed
 
 from experiments import trackers
-from experiments.build import build, weighs_tokens
+from experiments.build import build, methods
 from experiments.data import Rows, load_rows, provenance, told_by_the_first
 from experiments.environment import describe
 from experiments.hardware import emulated_bfloat16, grpo_options, sampled_source, sampling_limits
@@ -122,7 +122,7 @@ def _trainer(
         peft_config=inputs.lora,
         environment_factory=inputs.environment,
         baseline=build(cfg, "baseline"),
-        token_weights=build(cfg, "token_weights") if weighs_tokens(cfg) else None,
+        **methods(cfg),
         directory=directory,
         lock=lock,
         schedule=schedule(cfg),

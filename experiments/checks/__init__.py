@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from experiments.build import build, weighs_tokens
+from experiments.build import build, is_off
+from experiments.checks.methods import check_methods
 from experiments.checks.model import check_model
 from experiments.checks.target import check_target
-from experiments.checks.token_weights import check_token_weights
 from experiments.checks.trainer import check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
 from experiments.hardware import check_gpus, check_processes, check_this_machine, gpu_memory
@@ -56,7 +56,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     check_held_out(cfg)
     check_trainer(cfg)
     _check_baseline(cfg)
-    check_token_weights(cfg)
+    check_methods(cfg)
     _check_band(cfg)
     check_gpus(cfg)
     gpu_bytes = None
@@ -116,7 +116,9 @@ def _check_baseline(cfg: DictConfig) -> None:
         build(cfg, "baseline")  # its constructor may refuse a value
     try:
         needs_scores = cfg.log_energy or cfg.measure_gradient_noise or baselines.needs_scores(baseline)
-        refuse_options(SimpleNamespace(**(options | dict(cfg.trainer))), baseline, needs_scores, weighs_tokens(cfg))
+        refuse_options(
+            SimpleNamespace(**(options | dict(cfg.trainer))), baseline, needs_scores, not is_off(cfg, "token_weights")
+        )
     except ValueError as error:
         raise RunError(str(error).replace("num_generations=", "group_size=")) from error
 

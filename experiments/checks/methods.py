@@ -1,0 +1,38 @@
+"""Checks of the groups that may be off, METHODS of experiments/build.py. Imports no torch."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.build import METHODS, build, is_off
+from experiments.checks.target import check_target
+from experiments.command_line import CONF
+from otb.errors import RunError
+from otb.token_weights import refuse_without_base
+
+
+def check_methods(cfg: DictConfig) -> None:
+    """Raises RunError for a method that cannot be built, or cannot work beside the rest of the configuration."""
+    for group in METHODS:
+        if is_off(cfg, group):
+            _check_off(cfg, group)
+            continue
+        check_target(group, cfg[group])
+        method = build(cfg, group)  # its constructor may refuse a value
+        if group == "token_weights" and method.reads_base:
+            _check_base(cfg, method.signal)
+
+
+def _check_off(cfg: DictConfig, group: str) -> None:
+    for key, value in (cfg.get(group) or {}).items():
+        if key != "_target_":
+            choices = sorted(path.stem for path in (CONF / group).glob("*.yaml") if f"\n{key}:" in path.read_text())
+            fix = f"Add {group}={choices[0]}" if choices else "Leave it out"
+            raise RunError(f"{group}.{key}={value} is set, and the choice of {group} takes no options. {fix}.")
+
+
+def _check_base(cfg: DictConfig, signal: str) -> None:
+    try:
+        refuse_without_base(signal, OmegaConf.to_container(cfg.model).get("lora"))
+    except ValueError as error:
+        raise RunError(str(error).replace("lora.bias=", "model.lora.bias=")) from error
