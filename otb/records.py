@@ -200,7 +200,7 @@ ADDED_LATER = {
     "rollouts_by.name": "hf",
     "schedule._target_": None,
     "task.instruction": None,
-    "token_weights.signal": None,
+    "token_weights._target_": None,
     "task.files": "simplelr_qwen_level3to5/train.parquet",  # of math_lvl3to5, which was read from a local folder alone
     "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use
     "trainer.vllm_importance_sampling_mode": "token_truncate",

@@ -238,7 +238,7 @@ def test_an_adapter_with_positions_of_its_own_is_refused():
 
 
 def test_runs_from_before_there_were_weights_are_the_runs_without_them():
-    assert difference({"seed": 0}, {"seed": 0, "token_weights": {"signal": None}}) == []
+    assert difference({"seed": 0}, {"seed": 0, "token_weights": {"_target_": None}}) == []
     assert difference({"seed": 0}, {"seed": 0, "token_weights": {"signal": "arca"}}) != []
 
 

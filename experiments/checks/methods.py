@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import METHODS, build, is_off
 from experiments.checks.target import check_target
 from experiments.command_line import CONF
 from otb.errors import RunError
+from otb.token_weights import refuse_without_base
 
 OF_THE_SCHEDULE = {  # keys of trainer that move the learning rate -> what leaves it alone, and what to use instead
     "lr_scheduler_type": (("constant",), "lr_scheduler_type=constant"),
@@ -27,10 +28,12 @@ def check_methods(cfg: DictConfig) -> None:
         method = build(cfg, group)  # its constructor may refuse a value
         if group == "schedule":
             _check_schedule(cfg, method)
+        if group == "token_weights" and method.reads_base:
+            _check_base(cfg, method.signal)
 
 
 def _check_off(cfg: DictConfig, group: str) -> None:
-    for key, value in cfg[group].items():
+    for key, value in (cfg.get(group) or {}).items():
         if key != "_target_":
             choices = sorted(path.stem for path in (CONF / group).glob("*.yaml") if f"\n{key}:" in path.read_text())
             fix = f"Add {group}={choices[0]}" if choices else "Leave it out"
@@ -51,3 +54,10 @@ def _check_schedule(cfg: DictConfig, schedule) -> None:
             f"task.max_completion_length={longest}, so no surge can ever be seen. Use a smaller schedule.ratio, or a "
             "schedule.fixed_period."
         )
+
+
+def _check_base(cfg: DictConfig, signal: str) -> None:
+    try:
+        refuse_without_base(signal, OmegaConf.to_container(cfg.model).get("lora"))
+    except ValueError as error:
+        raise RunError(str(error).replace("lora.bias=", "model.lora.bias=")) from error
