@@ -12,6 +12,7 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -257,6 +258,7 @@ def parameter_problem(function, listed: str) -> str:
     return ""
 
 
+@cache
 def strings_of(owner: type | ModuleType) -> set[str]:
     """Returns the string constants in the source of a module, or of a class and what it inherits."""
     return {
@@ -267,6 +269,7 @@ def strings_of(owner: type | ModuleType) -> set[str]:
     }
 
 
+@cache
 def assigned_by(owner: type | ModuleType) -> set[str]:
     """Returns the attributes that a class, or one that it inherits from, assigns to `self` or to an object."""
     return {

@@ -19,9 +19,10 @@ FIRST = (
     "test_sharded_runs",
     "test_distributed",
     "test_local_sweep",
+    "test_analysis_report",
 )
 # Files whose tests need no costly fixture of their module: each test may go to whichever worker is free.
-DIVISIBLE = ("test_resume", "test_analysis_report", "test_grading")
+DIVISIBLE = ("test_resume", "test_grading")
 
 
 def pytest_collection_modifyitems(items):
@@ -40,6 +41,13 @@ def pytest_xdist_make_scheduler(config, log):
 
     config.option.loadscopereorder = False  # keeps the order above
     return FileOrTest(config, log)
+
+
+def pytest_collection_finish():
+    """All test files are imported now, and with them the libraries."""
+    from tests.support.economy import economize
+
+    economize()
 
 
 def skip_without_a_gpu(items) -> None:

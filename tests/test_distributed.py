@@ -1,9 +1,6 @@
 """Two gloo processes: prompt groups that span ranks get the advantages of a single process."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,8 @@ from otb.mismatch import mismatch_metrics
 from otb.rollouts import OwnTokens, RolloutGroups, joined
 from otb.schedules import LengthTriggeredDecay
 from otb.token_weights import TokenWeights
+from tests.support.commands import run_module_by_two
 from tests.support.groups import seen_by
-from tests.support.waiting import PATIENCE_SECONDS
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def naive_otb(rows):
@@ -36,11 +31,7 @@ def naive_otb(rows):
 def trained(policy, tmp_path_factory) -> Path:
     """What two ranks wrote: a folder for each of their trainings, see tests/support/distributed_worker.py."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.support.distributed_worker", str(policy), str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_module_by_two("tests.support.distributed_worker", [str(policy), str(folder)], folder / "log")
     return folder
 
 

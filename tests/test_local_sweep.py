@@ -12,6 +12,7 @@ import pytest
 from experiments.hardware import visible_gpus
 from tests.support import commands
 from tests.support.commands import ROOT, arguments, run_command_line, wait_for, without_times
+from tests.support.economy import NO_PICTURES
 from tests.support.holds import Hold
 from tests.support.slurm_cluster import job_files
 from tests.support.waiting import PATIENCE_SECONDS
@@ -19,7 +20,7 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 def sweep(runs_dir: Path, policy: Path, *more: str, **environment):
     given = [*arguments(runs_dir, model__name=policy, steps=4), "-m", "hydra.launcher.parallel=2", *more]
-    return run_command_line(given, **environment)
+    return run_command_line(given, **{NO_PICTURES: "1"}, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def killed(policy, tmp_path_factory) -> tuple[Path, str]:
         "sweep=s",
     ]
     hold = Hold(tmp_path_factory.mktemp("hold"), "row 3")
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | hold.environment
+    variables = os.environ | {"PYTHONPATH": str(ROOT), NO_PICTURES: "1"} | hold.environment
     command = [sys.executable, str(ROOT / "experiments" / "run.py"), *given]
     process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(lambda: len(job_files(runs_dir / "s")) == 2, process)  # they are written side by side

@@ -1,16 +1,14 @@
 """Runs of the real command, killed and given again: they end as if nothing had happened, bit for bit on the CPU."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from otb.records import RunDirectory
 from tests.support import commands
-from tests.support.commands import ROOT, arguments, rows, the_run, without_times
+from tests.support.commands import arguments, rows, the_run, without_times
+from tests.support.economy import NO_PICTURES
 from tests.support.holds import Hold
 from tests.support.same_runs import assert_same_run
 
@@ -154,15 +152,12 @@ def test_a_run_killed_in_its_warm_start_equals_an_uninterrupted_one(tmp_path, lo
 
 
 def test_the_command_as_typed_resumes_after_sigkill(policy, uninterrupted, tmp_path):
-    """From another working directory, in processes of its own."""
-    given, hold = arguments("runs", model__name=policy), Hold(tmp_path / "hold", "row 3")
-    command = [sys.executable, str(ROOT / "experiments" / "run.py"), *given]
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | hold.environment
-    process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL)
+    """From another working directory, whose `runs` it is then. tests/test_local_sweep.py kills a typed command."""
+    hold = Hold(tmp_path / "hold", "row 3")
+    process = commands.start(arguments(tmp_path / "runs", model__name=policy), tmp_path / "log", **hold.environment)
     hold.wait(process)
-    process.kill()
-    process.wait()
-    done = commands.run_command_line(given, cwd=tmp_path)
+    commands.kill(process)
+    done = commands.run_command_line(arguments("runs", model__name=policy), cwd=tmp_path, **{NO_PICTURES: "1"})
     assert done.returncode == 0, done.stderr
     assert "resuming at step 2" in done.stdout
     assert_same_run(the_run(tmp_path / "runs"), uninterrupted)

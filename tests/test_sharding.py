@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
+from tests.support.commands import run_module_by_two
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,14 +32,16 @@ def trainings(parallel):
 @pytest.fixture(scope="module", params=["fsdp2", pytest.param("zero3", marks=pytest.mark.needs_vllm)])
 def written(request, policy, tmp_path_factory):
     """The folder in which both processes wrote what each of the trainings gave them."""
-    python = request.getfixturevalue("vllm_python") if request.param == "zero3" else sys.executable
     folder = tmp_path_factory.mktemp("sharded")
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.support.sharded_worker", str(policy), str(folder), json.dumps(trainings(request.param))]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    module, given = "tests.support.sharded_worker", [str(policy), str(folder), json.dumps(trainings(request.param))]
+    if request.param == "zero3":  # of another environment, so nothing can be forked
+        command = [request.getfixturevalue("vllm_python"), "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", "-m", module, *given]
+        variables = os.environ | {"PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    else:
+        run_module_by_two(module, given, folder / "log")
     return folder
 
 

@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tests.support import holds, sharding
+from tests.support import economy, holds, sharding
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 __all__ = ["ROOT", "arguments", "rows", "run", "run_command_line", "start", "the_run", "wait_for", "without_times"]
@@ -41,6 +42,7 @@ PRELOAD = [
     "experiments.warm_starting",
     "tests.support.parity_task",
     "tests.support.commands",
+    "tests.support.fork_server",  # the last one
 ]
 HEAVY = {"torch", "transformers", "trl", "pandas", "matplotlib", "scipy", "pyarrow", "jinja2"}  # up to seconds each
 context = multiprocessing.get_context("forkserver")
@@ -82,8 +84,8 @@ def start(
 
     limit: the largest file that it may write, in bytes: a full disk. File modes hold for it even where root runs it.
     cpu_seconds: after so much time of the processor SIGPROF kills it. `cpu_seconds(log)` has what it took to its end.
-    quick: files of figures stay empty (rendering takes a fifth of the time of a short run), and processes of a pool are
-    forked from the command (spawned, each would import torch).
+    quick: files of figures stay empty (rendering takes a fifth of the time of a short run), nothing waits for the
+    disk, and processes of a pool are forked from the command (spawned, each would import torch).
     """
     options = {"limit": limit, "cpu_seconds": cpu_seconds, "quick": quick, "environment": environment}
     process = context.Process(target=_command, args=(script, given, str(log)), kwargs=options)
@@ -98,14 +100,41 @@ def start_two(
 
     killed_after: rank -> `cpu_seconds` of `start`.
     """
+    killed_after = killed_after or {}
+    return [
+        start(given, Path(f"{log}.{rank}"), cpu_seconds=killed_after.get(rank), **options, **variables)
+        for rank, variables in enumerate(of_two_processes())
+    ]
+
+
+def of_two_processes() -> list[dict[str, str]]:
+    """What torchrun tells each of two processes of one run in its environment."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    killed_after = killed_after or {}
-    return [
-        start(given, Path(f"{log}.{rank}"), cpu_seconds=killed_after.get(rank), **options, **group, **names)
-        for rank, names in enumerate({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1))
+    return [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+
+
+def run_module_by_two(module: str, given: list[str], log: Path) -> None:
+    """`python -m MODULE` by two processes to their end. Raises AssertionError where one of them fails."""
+    files = [Path(f"{log}.{rank}") for rank in (0, 1)]
+    started = [
+        context.Process(target=_module, args=(module, given, str(file), variables))
+        for file, variables in zip(files, of_two_processes(), strict=True)
     ]
+    for process in started:
+        process.start()
+    codes = [None, None]
+
+    def over() -> bool:  # or one has failed, for which the other might wait for ever
+        codes[:] = [process.exitcode for process in started]
+        return None not in codes or any(codes)
+
+    wait_for(over)
+    for process in started:
+        process.kill()
+        join(process)
+    assert codes == [0, 0], "".join(file.read_text()[-3000:] for file in files)
 
 
 def run_two(given: list[str], log: Path, **options) -> list[tuple[int, str]]:
@@ -181,10 +210,22 @@ def help_of(module: str) -> str:
     return printed
 
 
-def _command(script: str, given: list[str], log: str, *, limit, cpu_seconds, quick, environment) -> None:
+def _module(module: str, given: list[str], log: str, environment: dict[str, str]) -> None:
+    print_into(log)
+    os.environ.update(environment)
+    sys.argv = [module, *given]
+    runpy.run_module(module, run_name="__main__")
+
+
+def print_into(log: str) -> None:
+    """Whatever this process prints from now on is added to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+
+
+def _command(script: str, given: list[str], log: str, *, limit, cpu_seconds, quick, environment) -> None:
+    print_into(log)
     os.environ.update(environment)
     obey_file_modes()
     if limit is not None:
@@ -192,6 +233,7 @@ def _command(script: str, given: list[str], log: str, *, limit, cpu_seconds, qui
     holds.install()
     sharding.install()
     if quick:
+        economy.do_not_sync()
         Figure.savefig = lambda figure, path, **options: Path(path).touch()
         multiprocessing.get_context = lambda method=None: multiprocessing.context.ForkContext()
     if cpu_seconds is not None:

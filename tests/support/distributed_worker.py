@@ -1,4 +1,4 @@
-"""One rank of tests/test_distributed.py, started by torchrun: training steps whose groups span both ranks.
+"""One rank of tests/test_distributed.py, one of two processes: training steps whose groups span both ranks.
 
 Arguments: the folder of the policy, the folder in which each training gets one of its own.
 """

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from otb.tasks.arithmetic import Arithmetic
-from tests.support import holds
+from tests.support import economy, holds
 
-holds.install()  # in processes that know of the tests by this task alone
+# in processes that know of the tests by this task alone
+holds.install()
+economy.leave_pictures_out()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.support.commands import ROOT, SHORT_RUN
+from tests.support.economy import NO_PICTURES
 from tests.support.waiting import PATIENCE_SECONDS
 
 SCRIPT = ROOT / "slurm" / "local_cluster.sh"
@@ -23,7 +24,7 @@ class Cluster:
     def __init__(self, folder: Path, nodes: int, cpus: int):
         self.folder = folder
         self.variables = os.environ | {"OTB_CLUSTER_NODES": str(nodes), "OTB_CLUSTER_CPUS": str(cpus)}
-        self.variables |= {"PYTHONPATH": str(ROOT)}
+        self.variables |= {"PYTHONPATH": str(ROOT), NO_PICTURES: "1"}
         self.variables |= {"SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def script(self, what: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 PATIENCE_SECONDS = 900.0
 
 
-def wait_for(condition: Callable[[], object], process=None, every: float = 0.005) -> None:
+def wait_for(condition: Callable[[], object], process=None, every: float = 0.02) -> None:
     """Returns when `condition()` is true. Raises AssertionError after PATIENCE_SECONDS.
 
     process: of multiprocessing or subprocess; once it has ended, nothing is going to happen any more, and the wait is

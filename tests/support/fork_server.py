@@ -1,0 +1,5 @@
+"""Imported last by the server from which commands are forked (tests/support/commands.py)."""
+
+from tests.support.economy import economize
+
+economize()
