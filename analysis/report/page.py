@@ -70,7 +70,10 @@ def write_pages(loaded: Runs, parts: list[Part], out: Path, watched: float | Non
 
 def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
     """Returns a sortable table; data-sort keeps the full number. link: a column whose cells open that run."""
-    head = "".join(f"<th><button>{html.escape(str(name))}</button></th>" for name in rows.columns)
+    head = ""
+    for name in rows.columns:
+        kind = ' class="number"' if pd.api.types.is_numeric_dtype(rows[name]) else ""
+        head += f"<th{kind}><button>{html.escape(str(name))}</button></th>"
     body = []
     for row in rows.itertuples(index=False):
         cells = []
