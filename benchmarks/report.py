@@ -44,14 +44,15 @@ def write_sweep(folder: Path, runs: int) -> None:
 
 
 def measure(folder: Path) -> str:
-    """Makes the report; returns its seconds and peak memory, Python's start included, and the size of the page."""
+    """Makes the report; returns seconds, those of processors, peak memory of one process, the page's size."""
     started = time.perf_counter()
     command = subprocess.Popen([sys.executable, "-m", "analysis.report", folder], cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(command.pid, 0)
     assert status == 0, "the report was refused; the reason is above"
-    page = (folder / "report" / "report.html").stat().st_size
+    page = (folder / "report" / "report.html").stat().st_size / 1e6
     seconds = time.perf_counter() - started
-    return f"{seconds:.1f} s, peak {usage.ru_maxrss / 2**20:.2f} GiB, page {page / 1e6:.1f} MB"
+    processor = usage.ru_utime + usage.ru_stime
+    return f"{seconds:.1f} s, processor {processor:.1f} s, peak {usage.ru_maxrss / 2**20:.2f} GiB, page {page:.1f} MB"
 
 
 def main() -> None:

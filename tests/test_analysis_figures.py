@@ -9,6 +9,7 @@ import pytest
 
 from analysis import style
 from analysis.arms import ARMS
+from analysis.by_run import by_run
 from analysis.cost import cost_table, time_and_memory
 from analysis.group_size import accuracy_by_group_size
 from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
@@ -87,6 +88,25 @@ def test_the_plotted_numbers_are_saved_beside_pdf_and_png(table, tmp_path):
     assert paper.count(b"/FontFile2") == paper.count(b"/Type /FontDescriptor") > 0 and b"/Type3" not in paper
     assert b"/Title (A curve)" in paper and b"/Subject (Made by: me)" in paper
     assert b"Description\0Made by: me" in files[1].read_bytes()  # the PNG says the same
+
+
+def test_a_figure_of_many_seeds_draws_some_of_them_says_so_and_averages_all(table, monkeypatch):
+    def lines(axes):
+        return [line for line in axes.lines if (line.get_gid() or "").startswith("run:")]
+
+    whole = learning_curves(table)
+    monkeypatch.setattr("analysis.curves.SEED_LINES", 13)  # of 6 arms: two lines each
+    part = learning_curves(table)
+    assert len(lines(whole)) == 18 and len(lines(part)) == 12
+    assert "3 seeds per arm, 2 drawn" in part.get_title("left") and "drawn" not in whole.get_title("left")
+    pd.testing.assert_frame_equal(style.numbers(part), style.numbers(whole))
+
+
+def test_the_rows_of_a_run_come_in_the_order_of_steps_whatever_the_table_has():
+    rows = {"run": ["b", "a", "b", "a"], "step": [2, 1, 1, 0], "reward": [0.4, 0.1, 0.3, 0.0]}
+    runs = [(name, list(run["reward"])) for name, run in by_run(pd.DataFrame(rows), "reward")]
+    assert runs == [("a", [0.0, 0.1]), ("b", [0.3, 0.4])]
+    assert list(by_run(pd.DataFrame(rows).iloc[:0], "reward")) == []
 
 
 MACHADO = {  # how linear RGB looks to the three kinds of colour-blind readers (Machado et al. 2009, severity 1)

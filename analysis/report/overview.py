@@ -16,8 +16,8 @@ INTERVAL = "effect [95 % interval]"  # the column of the verdicts
 def lead(loaded: Runs) -> str:
     """Returns the first sentence of the page: how many runs there are, and how many of them it uses."""
     count, used = len(loaded.runs), int((loaded.runs.left_out == "").sum())
-    rest = "all of them used." if used == count else f"{used} of them used; the last table says why others are not."
-    return f"{count} run{'s' if count != 1 else ''}, {rest}"
+    rest = "all of them used." if used == count else f"{used:,} of them used; the last table says why others are not."
+    return f"{count:,} run{'s' if count != 1 else ''}, {rest}"
 
 
 def overview(loaded: Runs, parts: list[Part]) -> pd.DataFrame:
