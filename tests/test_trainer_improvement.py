@@ -70,6 +70,8 @@ def test_update_is_the_clipped_gradient_on_the_batch_before(
     assert improvement.state_dict()["means"] == [], "the trainer has a copy of its own"
     assert len(trainer.updates) == 6 and len([row for row in trainer.state.log_history if "loss" in row]) == 6
     twin, made = PolicyImprovement(**settings(improvement)), 0
+    for kept, expected in trainer.scaled if improvement.advantages == "scaled" else ():
+        torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-5)
     for number, update in enumerate(trainer.updates):
         reading = twin.observe(float(update["rewards"].mean()))
         assert {name: update["row"].get(name) for name in reading.metrics()} == pytest.approx(reading.metrics())
@@ -183,11 +185,11 @@ def test_schedule_and_count_of_steps_move_once_per_step(tmp_path, untrained, tok
 def test_update_that_moves_nothing_has_ratio_1_and_leaves_every_metric_of_the_step_alone(
     tmp_path, untrained, tokenizer
 ):
-    """At a learning rate of 0, with gradient noise and a schedule that follows the lengths."""
+    """At a learning rate of 0, with gradient noise and a schedule of the learning rate."""
     options = dict(learning_rate=0.0, measure_gradient_noise=True, max_steps=4, baseline=otb) | MICRO_BATCHES
 
     def run(improvement):
-        twin, decay = copy.deepcopy(untrained), LengthTriggeredDecay(warmup=0, baseline_steps=2)
+        twin, decay = copy.deepcopy(untrained), LengthTriggeredDecay(warmup=0, fixed_period=2)
         return trained(tmp_path, twin, tokenizer, improvement, lr_schedule=decay, **options)
 
     plain, replaying = run(None), run(PolicyImprovement("constant", window=2))

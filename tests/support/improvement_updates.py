@@ -45,12 +45,27 @@ def weights_of(trainer) -> torch.Tensor:
 class WatchedTrainer(OTBTrainer):
     """Keeps of every step: weights before and after the improvement update, the batch that it was made on, the new one.
 
-    updates: a dictionary per step.
+    updates: a dictionary per step. scaled: of every batch, the advantages kept of this process's rollouts, and the
+    paper's form of them by loops.
     """
 
     def __init__(self, *args, **kwargs):
-        self.updates = []
+        self.updates, self.scaled = [], []
         super().__init__(*args, **kwargs)
+
+    def _keep_for_improvement(self, output, rollouts, advantages, log_probs):
+        super()._keep_for_improvement(output, rollouts, advantages, log_probs)
+        lengths, size = rollouts.lengths.flatten().tolist(), self.num_generations
+        means = [
+            float(row.sum()) / (max(1, length) if len(row) > 1 else 1)
+            for row, length in zip(advantages.flatten(0, 1), lengths, strict=True)
+        ]
+        expected, first = [], self.accelerator.process_index * len(output["advantages"])
+        for row, native in enumerate(output["advantages"], start=first):
+            group = row // size * size
+            total = sum(abs(mean) for mean in means[group : group + size])
+            expected.append(native * (size / total if total > 1e-4 else 0))
+        self.scaled.append((output["improvement_advantages"], torch.stack(expected)))
 
     def _improve(self, batches):
         kept, before = self._kept, weights_of(self)
