@@ -58,7 +58,7 @@ class PolicyImprovement:
         cap: xi is clipped to [-cap, cap]; None: not at all.
         advantages: "native": those of the ordinary update. "scaled": G A_i / sum_j |A_j| of each group, as in the
             paper.
-        seed: of the draws of "shuffled".
+        seed: of the draws of "shuffled"; None: that of the trainer.
 
     Raises:
         ValueError: A value is out of range.
@@ -73,7 +73,7 @@ class PolicyImprovement:
         eps: float = 1e-8,
         cap: float | None = None,
         advantages: Literal["native", "scaled"] = "native",
-        seed: int = 0,
+        seed: int | None = None,
     ):
         self.mode, self.window, self.negative_scale, self.weight = mode, window, negative_scale, weight
         self.eps, self.cap, self.advantages, self.seed = eps, cap, advantages, seed

@@ -46,6 +46,8 @@ class ImprovingTrainer(GRPOTrainer):
         self._kept: list[dict] | None = None  # micro-batches of the generation before, as the loss takes them
         self._log_probs_of_update: list[Tensor] | None = None  # of each micro-batch, while there is such an update
         super().__init__(*args, **kwargs)
+        if self.improvement is not None and self.improvement.seed is None:
+            self.improvement.seed = self.args.seed
 
     def _keep_for_improvement(self, output: dict, rollouts: RolloutGroups, advantages: Tensor, log_probs: Tensor):
         """Puts into the batch what its improvement update, one step later, will need.

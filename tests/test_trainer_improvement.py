@@ -68,8 +68,9 @@ def test_update_is_the_clipped_gradient_on_the_batch_before(
     kinds = dict(kind=WatchedTrainer, baseline=baseline, max_steps=6)
     trainer = trained(tmp_path, untrained, tokenizer, improvement, **kinds, **options)
     assert improvement.state_dict()["means"] == [], "the trainer has a copy of its own"
+    assert improvement.seed is None and trainer.improvement.seed == trainer.args.seed
     assert len(trainer.updates) == 6 and len([row for row in trainer.state.log_history if "loss" in row]) == 6
-    twin, made = PolicyImprovement(**settings(improvement)), 0
+    twin, made = PolicyImprovement(**settings(trainer.improvement)), 0
     for kept, expected in trainer.scaled if improvement.advantages == "scaled" else ():
         torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-5)
     for number, update in enumerate(trainer.updates):
