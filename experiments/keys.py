@@ -21,6 +21,7 @@ TITLES = {
     "trainer": "options of trl.GRPOConfig",
     "parallel": "how the processes of a run share the policy",
     "rollouts_by": "what samples",
+    "improvement": "a second update on the batch before, weighed by what became of the first",
     "schedule": "how the learning rate moves over the steps",
     "token_weights": "what multiplies the advantages, token by token",
     "experiment": "recipes: fixed values and axes of a sweep",

@@ -21,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.build import is_off
 from experiments.checks import check
 from experiments.command_line import CONF, accept_open_keys, near_miss, refusals, refuse_unknown_choices
 from experiments.planning.costs import Card, Rates, Run
@@ -203,6 +204,7 @@ def run_of(cfg: DictConfig, assumptions: DictConfig, step: Step, scores: bool) -
         evaluations=1 + (-(-cfg.steps // every) if every else 1),
         evaluation_rollouts=None if prompts is None else prompts * cfg.evaluation.samples,
         extra_gpus=assumptions.server_gpus if step.sampler == "vllm_server" else 0,
+        improves=not is_off(cfg, "improvement"),
     )
 
 

@@ -55,6 +55,7 @@ TRL_NAMES = {  # TRL's names of what it measures -> ours
 }
 RESUME_FILES = (  # of a checkpoint, what only a resumed run reads
     "baseline.pt",
+    "improvement_*",
     "global_step*",  # DeepSpeed: weights and optimizer state in parts
     "latest",
     "optimizer*",  # a folder of parts under FSDP2
@@ -188,7 +189,7 @@ class RunTrainer(EvaluatingTrainer):
         }
         measured |= {f"seconds_{part}": seconds for part, seconds in self._seconds.items()}
         measured["seconds_step"] = time.perf_counter() - self._step_started
-        parts = ("sampling", "scoring", "advantages")
+        parts = ("sampling", "scoring", "advantages", "improvement")
         measured["seconds_loss"] = measured["seconds_step"] - sum(self._seconds.get(part, 0.0) for part in parts)
         measured["peak_memory_bytes"] = peak_memory_bytes()
         for part in ("own_tokens", "tool_tokens"):

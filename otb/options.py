@@ -96,6 +96,43 @@ def refuse_sampler_dtype(args: Any) -> None:
     refuse_other_sampling(args, ("the sampler's log-probs", "sampler_dtype=None"))
 
 
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # of TRL's, those of the clipped ratio
+
+
+def refuse_improvement(args: Any) -> None:
+    """Raises ValueError where an improvement update could not be what it says. args: as in `refuse_options`."""
+    loss_type, iterations = getattr(args, "loss_type", "dapo"), getattr(args, "num_iterations", 1)
+    if iterations != 1:
+        raise ValueError(
+            f"num_iterations={iterations} makes several updates on a batch, and the improvement update weighs one by "
+            "the batch after it. Use num_iterations=1, or no improvement=."
+        )
+    generation, accumulation = (
+        getattr(args, name, None) for name in ("steps_per_generation", "gradient_accumulation_steps")
+    )
+    if generation != accumulation:
+        raise ValueError(
+            f"steps_per_generation={generation} beside gradient_accumulation_steps={accumulation}: the improvement "
+            "update weighs one optimizer step for each batch of rollouts. Make the two equal, or use no improvement=."
+        )
+    if loss_type not in CLIPPED_LOSSES:
+        raise ValueError(
+            f"loss_type='{loss_type}' has no clipped ratio, which holds the improvement update near the policy that "
+            f"sampled its batch. Use one of {', '.join(CLIPPED_LOSSES)}, or no improvement=."
+        )
+    if (threshold := getattr(args, "off_policy_mask_threshold", None)) is not None:
+        raise ValueError(
+            f"off_policy_mask_threshold={threshold} keeps or drops rollouts by the sign of their advantage, which the "
+            "improvement update may turn. Use off_policy_mask_threshold=null, or no improvement=."
+        )
+    for option in ("use_vllm", "fp16"):
+        if getattr(args, option, False):
+            raise ValueError(
+                f"{option}=True has not been tried with improvement updates: they change the weights between the "
+                f"rollouts and their own update. Use {option}=False, or no improvement=."
+            )
+
+
 def refuse_other_sampling(args: Any, reader: tuple[str, str]) -> None:
     """Raises ValueError where tokens are not drawn from the softmax at the temperature. reader: see below."""
     generation = dict(args.generation_kwargs or {})

@@ -95,6 +95,17 @@ METRICS = {
     "length_surge_step": Metric(
         "1", "optimizer steps done when the mean response length surged; as length_baseline, from then on"
     ),
+    "improvement_mu": Metric("reward", "mean reward of the step, as it enters the window; with improvement="),
+    "improvement_mu_his": Metric("reward", "mean of the window before it; as the next two once the window is full"),
+    "improvement_xi": Metric("1", "standard deviations of the window between the two, (mu - mu_his) / sigma_his"),
+    "improvement_phi": Metric("1", "what the advantages of the batch before are multiplied by"),
+    "improvement_ratio_mean": Metric(
+        "1",
+        "ratio to the policy that sampled the batch before, mean over own tokens; as the next two where there was an "
+        "improvement update",
+    ),
+    "improvement_clip_fraction": Metric("share", "own tokens of the batch before whose ratio was clipped"),
+    "improvement_gradient_norm": Metric("norm", "Euclidean norm of the gradient of the improvement update"),
     "advantage_mean": Metric("reward", "mean over own tokens of the advantages used"),
     "advantage_spread": Metric("reward", "standard deviation over own tokens of the advantages used"),
     "advantage_max": Metric("reward", "largest absolute advantage used"),
@@ -139,6 +150,7 @@ METRICS = {
     "seconds_sampling": Metric("s", "time spent generating the rollouts of the step, tools included"),
     "seconds_scoring": Metric("s", "time spent in reward functions"),
     "seconds_advantages": Metric("s", "time spent on score norms, baseline and advantages, their own forward included"),
+    "seconds_improvement": Metric("s", "time spent on the improvement update, if there is one"),
     "seconds_loss": Metric("s", "rest of the step: loss forward, backward, optimizer"),
     "seconds_step": Metric("s", "wall time of the step, without evaluations and checkpoints"),
     "peak_memory_bytes": Metric("bytes", "largest device memory allocated so far; resident memory on a CPU"),
@@ -194,6 +206,7 @@ ADDED_LATER = {
     "evaluation.max_rows": None,
     "evaluation.tasks": None,
     "geometric_ratio_band": None,
+    "improvement._target_": None,
     "model.attn_implementation": None,
     "model.chat_template": None,
     "model.gguf_file": None,

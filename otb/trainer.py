@@ -1,20 +1,21 @@
 """OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`.
 
 No method of TRL is copied. Those below are extended: each does its part and calls the next class by super(). A training
-step of a run goes through five classes: Run (experiments.run_trainer.RunTrainer) > Tool (otb.tool_rollouts.ToolTrainer)
-> OTB (OTBTrainer, here) > GRPO (trl.GRPOTrainer) > HF (transformers.Trainer). The order of one step, each line with the
-classes that take part in it:
+step of a run goes through six classes: Run (experiments.run_trainer.RunTrainer) > Tool (otb.tool_rollouts.ToolTrainer)
+> OTB (OTBTrainer, here) > Improving (otb.improving_trainer.ImprovingTrainer) > GRPO (trl.GRPOTrainer) > HF
+(transformers.Trainer). The order of one step, each line with the classes that take part in it:
 
     training_step                              Run > OTB > GRPO   once per micro-batch
-      _prepare_inputs                          OTB > GRPO         hands out the next micro-batch, or makes new ones:
+      _prepare_inputs                          OTB > Improving > GRPO  the next micro-batch, after making new ones:
         _generate_and_score_completions        OTB > GRPO         prompts -> everything that the loss reads
           _generate                            Tool > OTB > GRPO  prompts -> responses; counts their tokens
             _generate_single_turn              Tool > OTB > GRPO  one turn of every unfinished rollout
             _get_tool_suffix_ids               Tool > GRPO        the reply to a tool call
-          _get_per_token_logps_and_entropies   OTB > GRPO         a no-grad pass, here with log sum pi^2
+          _get_per_token_logps_and_entropies   OTB > Improving > GRPO  a no-grad pass, here with log sum pi^2
           _calculate_rewards                   OTB > GRPO         rewards, which are kept
           _replace_advantages                  OTB                pack, measure, baseline, advantages, weights, unpack
             _log_rollouts                      Run > OTB          metrics of the rollouts
+        _improve                               Improving          an optimizer step on the batch before, if asked for
       _compute_loss                            GRPO               then the backward pass
     _get_grad_norm                             Run > OTB > HF     once per optimizer step, before it
     _maybe_log_save_evaluate                   Run > HF           samples, evaluation, checkpoint
@@ -27,8 +28,9 @@ that this relies on.
 
 Methods beside the baseline, each off unless asked for, live in files of their own and touch the step in one place:
 `lr_schedule` (otb/schedules.py) sees the lengths in `_log_rollouts`; `token_weights` (otb/token_weights.py) multiply
-the advantages; `sampler_dtype` (otb/sampler_copy.py) samples in the place of vLLM; otb/mismatch.py measures what a
-sampler's numbers differ by, wherever they are known.
+the advantages; `improvement` (otb/improvement.py) weighs what `_improve` does with them a step later; `sampler_dtype`
+(otb/sampler_copy.py) samples in the place of vLLM; otb/mismatch.py measures what a sampler's numbers differ by,
+wherever they are known.
 """
 
 from __future__ import annotations
@@ -58,9 +60,18 @@ from otb.advantages import advantages as advantages_of
 from otb.baselines import StatefulBaseline
 from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
+from otb.improvement import PolicyImprovement
+from otb.improving_trainer import ImprovingTrainer
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, token_weight_metrics
 from otb.mismatch import mismatch_metrics
-from otb.options import Batches, refuse_broken_groups, refuse_generation, refuse_options, refuse_sampler_dtype
+from otb.options import (
+    Batches,
+    refuse_broken_groups,
+    refuse_generation,
+    refuse_improvement,
+    refuse_options,
+    refuse_sampler_dtype,
+)
 from otb.rollouts import OwnTokens, RolloutGroups, TokenStates, joined
 from otb.sampler_copy import SamplerCopy
 from otb.schedules import LengthTriggeredDecay
@@ -134,7 +145,7 @@ class OTBConfig(GRPOConfig):
             )
 
 
-class OTBTrainer(GRPOTrainer):
+class OTBTrainer(ImprovingTrainer):
     """A drop-in for `trl.GRPOTrainer` whose advantages come from `baseline`.
 
     Args:
@@ -143,6 +154,7 @@ class OTBTrainer(GRPOTrainer):
         lr_schedule: What the learning rate is multiplied by over the steps, an `otb.schedules.LengthTriggeredDecay`; it
             is copied, too. None: as `args.lr_scheduler_type` says.
         token_weights: What multiplies the advantages token by token (otb/token_weights.py), copied too; None: nothing.
+        improvement: Weighs a second update on the batch before (otb/improvement.py), copied too; None: no such update.
         args: An OTBConfig. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
         Everything else is as in `trl.GRPOTrainer`.
 
@@ -164,10 +176,12 @@ class OTBTrainer(GRPOTrainer):
         baseline: Callable = otb,
         lr_schedule: LengthTriggeredDecay | None = None,
         token_weights: TokenWeights | None = None,
+        improvement: PolicyImprovement | None = None,
         **kwargs,
     ):
         self.lr_schedule = copy.deepcopy(lr_schedule)
         self.token_weights = copy.deepcopy(token_weights)
+        self.improvement = copy.deepcopy(improvement)
         self.baseline: Any = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self._needs = baselines.needs_of(baseline)
         self._noise = GradientNoise() if getattr(args, "measure_gradient_noise", False) else None
@@ -177,6 +191,8 @@ class OTBTrainer(GRPOTrainer):
             needs_scores = self._needs_score_norms or baselines.needs_scores(baseline)
             refuse_options(args, baseline, needs_scores, token_weights is not None)
             refuse_sampler_dtype(args)
+            if improvement is not None:
+                refuse_improvement(args)
             if lr_schedule is not None:
                 refuse_two_schedules(args, kwargs.get("optimizers"))
             if self._noise:
@@ -214,11 +230,13 @@ class OTBTrainer(GRPOTrainer):
             self._refuse_sharding(f"baseline {baselines.name_of(baseline)}", "a baseline with the proxy")
         if self._noise:
             self._refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
+        if improvement is not None:
+            self._refuse_sharding("improvement=", "improvement=None")
 
     def _refuse_sharding(self, option: str, instead: str) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
-                f"{option} reads gradients of whole parameters on every process, and FSDP and DeepSpeed shard them. "
+                f"{option} needs whole parameters and their gradients on every process; FSDP and DeepSpeed shard them. "
                 f"Use plain data parallelism, or {instead}."
             )
 
@@ -280,6 +298,10 @@ class OTBTrainer(GRPOTrainer):
         if self._noise:
             self._noise.number_rows(output)
         self._log_rollouts(rollouts, baseline, advantages, output)
+        if self.improvement is not None:
+            known = output.get("old_per_token_logps", self._log_probs)
+            log_probs = self._extra_pass(output)[0] if known is None else known
+            self._keep_for_improvement(output, rollouts, advantages, log_probs)
         if baselines.carries_state(self.baseline):
             self.baseline.update(rollouts)
 

@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from otb.baselines.energy_probe import EnergyProbe
+from otb.improvement import PolicyImprovement
 from otb.mismatch import mismatch_metrics
 from otb.rollouts import OwnTokens, RolloutGroups, joined
 from otb.schedules import LengthTriggeredDecay
 from otb.token_weights import TokenWeights
 from tests.support.commands import run_module_by_two
 from tests.support.groups import seen_by
+from tests.support.improvement_updates import clipped_gradient
 
 
 def naive_otb(rows):
@@ -115,3 +118,30 @@ def test_token_weights_of_two_ranks_are_those_of_one_process_that_sees_all_rollo
         torch.testing.assert_close(packed.pack(advantages), expected)
         alone.update(signals, packed.own)
     assert alone.state_dict() == pytest.approx(saved, rel=1e-6)
+
+
+def test_improvement_updates_of_two_ranks_are_those_of_one_process_that_sees_all_rollouts(policy, trained):
+    ranks = [torch.load(trained / "improvement" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    alone, made = PolicyImprovement("shuffled", window=2, cap=3.0, seed=7), 0  # of the trainers' configuration
+    for first, second in zip(*(rank["updates"] for rank in ranks), strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in ("before", "after", "rewards"))
+        assert first["row"] == second["row"] and len(first["rewards"]) == 12
+        reading = alone.observe(float(first["rewards"].mean()))
+        assert {name: first["row"].get(name) for name in reading.metrics()} == pytest.approx(reading.metrics())
+        if not reading.phi:
+            assert torch.equal(first["before"], first["after"])
+            continue
+        made += 1
+        torch.nn.utils.vector_to_parameters(first["before"], model.parameters())
+        gradient = clipped_gradient(model, [*first["kept"], *second["kept"]], reading.phi, longest=12)
+        torch.testing.assert_close((first["before"] - first["after"]) / 3.0, gradient, rtol=2e-3, atol=2e-5)
+    assert made == 1, "the second xi is the first to draw from"
+    for number, rank in enumerate(ranks):
+        for kept, expected in rank["scaled"]:
+            torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-5)
+        file = trained / "improvement" / "checkpoint-4" / f"improvement_{number}.pt"
+        saved = torch.load(file, weights_only=True)
+        assert saved["window"] == alone.state_dict() and saved["processes"] == 2
+        ids = [batch["completion_ids"] for batch in saved["batches"]]
+        assert all(torch.equal(mine, kept["completion_ids"]) for mine, kept in zip(ids, rank["kept"], strict=True))

@@ -364,6 +364,8 @@ def test_hours_follow_from_flops_and_throughputs():
     seconds = 10 * 256 * 8704 * 4 * forward_flops(step) / (312e12 * 0.35)
     spent = hours(step, run, CARD, GUESSES)
     assert spent.training == pytest.approx(seconds * 8 / 3600)
+    improving = hours(step, replace(run, improves=True), CARD, GUESSES)  # 3 passes more, of a second update
+    assert improving.training == pytest.approx(7 / 4 * spent.training)
     stated = replace(GUESSES, training_tokens_per_second=5000, sampling_tokens_per_second=2000)
     spent = hours(step, run, CARD, stated)
     assert spent.training == pytest.approx(10 * 256 * 8704 / 5000 * 8 / 3600)

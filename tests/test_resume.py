@@ -111,6 +111,7 @@ def test_a_run_killed_in_the_middle_of_something_equals_an_uninterrupted_one(
         dict(model__rollouts_per_forward=2),
         dict(rollouts_by="hf_bfloat16", schedule="length_triggered", **EAGER_SCHEDULE),
         dict(token_weights="arca", token_weights__normalise="running", model__lora__r=4),
+        dict(improvement="pipo", improvement__window=3, improvement__cap=3, baseline="otb"),
         dict(evaluation__tasks="[arithmetic]", evaluation__max_rows=3),
         dict(model__lora__r=4, trainer__beta=0.1, model__rollouts_per_forward=4, trainer__num_iterations=2, steps=8),
     ],
@@ -133,6 +134,7 @@ def test_resume_is_exact_for_every_kind_of_run(policy, tmp_path, log, changed):
     metrics = rows(the_run(tmp_path / "killed") / "metrics.jsonl")
     assert max(row["gradient_norm"] for row in metrics) > 0
     assert ("length_surge_step" in metrics[-1]) == ("schedule" in changed), "the schedule fires, and after the kill"
+    assert ("improvement_ratio_mean" in metrics[-1]) == ("improvement" in changed), "the window is full after the kill"
 
 
 def test_a_run_killed_in_its_warm_start_equals_an_uninterrupted_one(tmp_path, log):

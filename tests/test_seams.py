@@ -125,14 +125,15 @@ def test_a_broken_name_is_told_with_its_file_and_its_purpose(monkeypatch, capsys
 
 # ---- the order of a step, at the top of otb/trainer.py
 
-LEVELS = {"RunTrainer": "Run", "ToolTrainer": "Tool", "OTBTrainer": "OTB", "GRPOTrainer": "GRPO", "Trainer": "HF"}
-LINE = re.compile(r"^ {4,}(\w+) +((?:Run|Tool|OTB|GRPO|HF)(?: > \w+)*)\b", re.MULTILINE)
+LEVELS = {"RunTrainer": "Run", "ToolTrainer": "Tool", "OTBTrainer": "OTB", "ImprovingTrainer": "Improving"}
+LEVELS |= {"GRPOTrainer": "GRPO", "Trainer": "HF"}
+LINE = re.compile(r"^ {4,}(\w+) +((?:Run|Tool|OTB|Improving|GRPO|HF)(?: > \w+)*)\b", re.MULTILINE)
 
 
 def test_the_order_of_a_step_names_the_classes_that_take_part_in_each_hook():
     """Of each hook: all of this project's classes that define it, then the first below them."""
     order = dict(LINE.findall(trainer.__doc__))
-    assert len(order) == 14
+    assert len(order) == 15
     for hook, classes in order.items():
         defining = [LEVELS[kind.__name__] for kind in inspect.getmro(RunTrainer) if hook in vars(kind)]
         foreign = next((i for i, level in enumerate(defining) if level in ("GRPO", "HF")), len(defining))

@@ -40,6 +40,7 @@ class Run:
         scores: whether the arm needs score norms, which take a forward of their own (vLLM runs make it anyway).
         evaluations, evaluation_rollouts: how many, and the rollouts of each; None where the prompts are not known.
         extra_gpus: beside those that train, of a vLLM server.
+        improves: whether each step has a second update, on the batch before, which takes a forward for log-probs too.
     """
 
     steps: int
@@ -49,6 +50,7 @@ class Run:
     evaluations: int
     evaluation_rollouts: int | None
     extra_gpus: int = 0
+    improves: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,11 @@ def training_seconds(step: Step, run: Run, card: Card, rates: Rates) -> float:
     counts as `step.width` positions. A backward pass is two forwards; one where only adapters are trained.
     """
     positions = step.rollouts * step.width
+    updates = 2 if run.improves else 1
     if rates.training_tokens_per_second is not None:
-        return positions / rates.training_tokens_per_second
-    passes = (3 if step.lora_rank is None else 2) + (1 if run.scores or step.sampler != "hf" else 0)
+        return updates * positions / rates.training_tokens_per_second
+    measures = run.scores or run.improves or step.sampler != "hf"
+    passes = updates * (3 if step.lora_rank is None else 2) + (1 if measures else 0)
     return positions * passes * forward_flops(step) / (card.flops * rates.training_utilization)
 
 

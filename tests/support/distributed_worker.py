@@ -15,10 +15,12 @@ from otb import OTBTrainer
 from otb.baselines import declare
 from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.rloo import rloo
+from otb.improvement import PolicyImprovement
 from otb.schedules import LengthTriggeredDecay
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from otb.token_weights import TokenWeights
 from otb.trainer import response_mask
+from tests.support.improvement_updates import WatchedTrainer
 from tests.support.trainers import RecordingTrainer, byte_reward, config, dataset, group_gradients
 
 
@@ -190,8 +192,25 @@ def weights(policy: str, output: str) -> None:
     torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
 
 
+def improvement(policy: str, output: str) -> None:
+    """Four steps with improvement updates on two micro-batches of a rank; plain gradient steps, advantages scaled."""
+    options = dict(max_steps=4, per_device_train_batch_size=3, gradient_accumulation_steps=2, num_generations=4)
+    options |= dict(optim="sgd", learning_rate=3.0, max_grad_norm=0.0, ddp_find_unused_parameters=False)
+    trainer = WatchedTrainer(
+        AutoModelForCausalLM.from_pretrained(policy),
+        byte_reward,
+        config(output, save_strategy="steps", save_steps=4, **options),
+        dataset(),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+        improvement=PolicyImprovement("shuffled", window=2, cap=3.0, advantages="scaled"),
+    )
+    trainer.train()
+    found = {"updates": trainer.updates, "scaled": trainer.scaled, "kept": trainer._kept}
+    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+
+
 if __name__ == "__main__":
-    for train in (otb, probe, noise, copied, weights):
+    for train in (otb, probe, noise, copied, weights, improvement):
         folder = Path(sys.argv[2], train.__name__)
         folder.mkdir(exist_ok=True)
         train(sys.argv[1], str(folder))

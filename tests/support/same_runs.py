@@ -11,6 +11,7 @@ COMPARED = {
     "optimizer.pt",
     "rng_state.pth",
     "baseline.pt",
+    "improvement_0.pt",
     "token_weights.pt",
 }
 

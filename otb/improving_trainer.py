@@ -1,0 +1,202 @@
+"""ImprovingTrainer: a GRPOTrainer that can update the policy once more on the batch before, as PIPO does.
+
+OTBTrainer is one; with `improvement=None` nothing here does anything. Of one step:
+
+    rollouts of batch t                  their rewards, and log pi of the policy that sampled them, before any update
+    improvement update on batch t - 1    if there is a weight phi (otb/improvement.py): clipped ratio to the policy that
+                                         sampled batch t - 1, its advantages times phi, the step's learning rate
+    ordinary update on batch t           with the log-probs from before the improvement update, if there was one
+    batch t is kept                      for the next step, and in the checkpoint
+
+Where there is no weight, or nothing in batch t - 1 to learn from, the optimizer is left alone: a gradient of 0 would
+move the weights, too, by Adam's momentum.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from otb.errors import RunError
+from otb.improvement import PolicyImprovement, group_scales
+from otb.rollouts import RolloutGroups
+
+STATE = "improvement_{}.pt"  # the file in a checkpoint, one for each process: what it keeps of the batch is its own
+# What a batch carries for the next step beside what TRL hands to the loss; taken out before the ordinary update.
+LOG_PROBS, ADVANTAGES = "improvement_log_probs", "improvement_advantages"
+
+
+class ImprovingTrainer(GRPOTrainer):
+    """A GRPOTrainer whose step may begin with an improvement update. `improvement` is set before `__init__`."""
+
+    improvement: PolicyImprovement | None
+    _buffered_inputs: Any  # TRL's micro-batches of the last generation
+    _seconds: dict[str, float]
+
+    def __init__(self, *args, **kwargs):
+        self._mean_reward = float("nan")  # of the last generation, over all processes
+        self._kept: list[dict] | None = None  # micro-batches of the generation before, as the loss takes them
+        self._log_probs_of_update: list[Tensor] | None = None  # of each micro-batch, while there is such an update
+        super().__init__(*args, **kwargs)
+        if self.improvement is not None and self.improvement.seed is None:
+            self.improvement.seed = self.args.seed
+
+    def _keep_for_improvement(self, output: dict, rollouts: RolloutGroups, advantages: Tensor, log_probs: Tensor):
+        """Puts into the batch what its improvement update, one step later, will need.
+
+        output: with the advantages (B,) or (B, C) of the ordinary update. advantages: the same of all processes, (P, G,
+        T or 1). log_probs (B, C): of the policy that sampled the batch.
+        """
+        assert self.improvement is not None
+        self._mean_reward = rollouts.rewards.nanmean().item()
+        kept = output["advantages"]
+        if self.improvement.advantages == "scaled":
+            scales = group_scales(rollouts.rewards, advantages, rollouts.lengths).expand(rollouts.rewards.shape)
+            first = self.accelerator.process_index * len(kept)
+            local = scales.flatten()[first : first + len(kept)]
+            kept = kept * (local if kept.dim() == 1 else local.unsqueeze(1))
+        output[LOG_PROBS], output[ADVANTAGES] = log_probs, kept
+
+    def _prepare_inputs(self, generation_batch):
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.improvement is None or not self.model.training or self._buffered_inputs is before:
+            return inputs
+        started = time.perf_counter()
+        self._improve(self._buffered_inputs)
+        self._seconds["improvement"] = time.perf_counter() - started
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _improve(self, batches: list[dict]) -> None:
+        """Updates the policy on the batch before, if that can be, and keeps the new one. batches: its micro-batches."""
+        assert self.improvement is not None
+        reading = self.improvement.observe(self._mean_reward)
+        metrics = reading.metrics()
+        kept, self._kept = self._kept, []
+        if updates := bool(reading.phi and kept is not None and self._has_signal(kept)):
+            metrics |= self._update_on(kept, reading.phi)
+        for batch in batches:
+            log_probs, advantages = batch.pop(LOG_PROBS), batch.pop(ADVANTAGES)
+            self._kept.append(batch | {"old_per_token_logps": log_probs, "advantages": advantages})
+            if updates:  # else the ratio is exactly 1 without, as in a run that makes no improvement updates
+                batch["old_per_token_logps"] = log_probs
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    def _has_signal(self, batches: list[dict]) -> bool:
+        """Tells whether a process has an advantage that is not 0."""
+        found = torch.stack([(_per_position(batch["advantages"]) * _own(batch)).any() for batch in batches]).any()
+        return bool(self.accelerator.gather(found.reshape(1)).any())
+
+    def _update_on(self, batches: list[dict], phi: float) -> dict[str, float]:
+        """Makes one optimizer step on the kept micro-batches, their advantages times phi, and returns its metrics.
+
+        The learning-rate schedule does not move, and neither does the count of steps: both belong to the ordinary
+        update. So do KL term, entropy bonus and the loss of a router, which this step is without.
+        """
+        model = self.model_wrapped
+        with self._by_itself(len(batches)) as (metrics, log_probs), self.accelerator.no_sync(model):
+            for number, batch in enumerate(batches, start=1):
+                with self.compute_loss_context_manager():
+                    loss = self.compute_loss(model, batch | {"advantages": phi * batch["advantages"]})
+                last = number == len(batches)
+                with self.accelerator.trigger_sync_in_backward(model) if last else nullcontext():
+                    self.accelerator.backward(loss)
+        norm = float(self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or float("inf")))
+        if not torch.isfinite(torch.tensor(norm)):
+            raise RunError(
+                f"improvement_gradient_norm={norm} at step {self.state.global_step + 1}, from the rollouts of the step "
+                "before; it must be finite, and training stops before the weights change. Try a smaller learning_rate, "
+                "or improvement.cap=3."
+            )
+        # Not accelerate's wrapper, which steps only after the last micro-batch of the ordinary update.
+        getattr(self.optimizer, "optimizer", self.optimizer).step()
+        model.zero_grad()
+        clipped = metrics.get("clip_ratio/region_mean")
+        found = {"improvement_gradient_norm": norm, "improvement_ratio_mean": self._mean_ratio(batches, log_probs)}
+        return found | ({"improvement_clip_fraction": sum(clipped) / len(clipped)} if clipped else {})
+
+    @contextmanager
+    def _by_itself(self, micro_batches: int) -> Iterator[tuple[dict[str, list], list[Tensor]]]:
+        """Keeps the metrics of the losses inside apart from those of the step, and leaves all but the policy loss out.
+
+        -> these metrics, and log pi (b, C) of every micro-batch.
+        """
+        metrics: dict[str, list] = defaultdict(list)
+        options: dict[str, Any] = {"beta": 0.0, "_entropy_bonus_enabled": False, "aux_loss_enabled": False}
+        options["current_gradient_accumulation_steps"] = micro_batches
+        before = {name: getattr(self, name) for name in options}
+        of_step, self._metrics["train"] = self._metrics["train"], metrics
+        self._log_probs_of_update = log_probs = []
+        vars(self).update(options)
+        try:
+            yield metrics, log_probs
+        finally:
+            vars(self).update(before)
+            self._metrics["train"], self._log_probs_of_update = of_step, None
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._log_probs_of_update is not None:
+            self._log_probs_of_update.append(result[0].detach())
+        return result
+
+    def _mean_ratio(self, batches: list[dict], log_probs: list[Tensor]) -> float:
+        """Returns the mean over own tokens of all processes of the ratio to the policy that sampled the batch."""
+        ratios = [
+            (new - batch["old_per_token_logps"]).exp()[_own(batch)].double()
+            for batch, new in zip(batches, log_probs, strict=True)
+        ]
+        joined = torch.cat(ratios)
+        total, count = self.accelerator.reduce(torch.stack([joined.sum(), joined.new_tensor(len(joined))]), "sum")
+        return float(total / count.clamp(min=1))
+
+    # ---- window and kept batch, in every checkpoint
+
+    def _save_optimizer_and_scheduler(self, output_dir) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.improvement is not None:
+            os.makedirs(output_dir, exist_ok=True)  # another process than the first may be here before it
+            state = {"window": self.improvement.state_dict(), "batches": self._kept}
+            state["processes"] = self.accelerator.num_processes
+            torch.save(state, os.path.join(output_dir, STATE.format(self.accelerator.process_index)))
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.improvement is None or checkpoint is None:
+            return
+        name, processes = STATE.format(self.accelerator.process_index), self.accelerator.num_processes
+        file = os.path.join(checkpoint, name)
+        if not os.path.exists(file):
+            raise ValueError(
+                f"{checkpoint} has no {name}, and an improvement update goes on from the batch of the step before. "
+                "Resume from a checkpoint of a run with improvement= on as many processes, or start anew."
+            )
+        state = torch.load(file, map_location=self.accelerator.device, weights_only=True)
+        if state["processes"] != processes:
+            raise ValueError(
+                f"{checkpoint} was written by {state['processes']} processes, each with its share of the batch that "
+                f"the next improvement update is made of, and this run has {processes}. Resume with as many, or start "
+                "anew."
+            )
+        self.improvement.load_state_dict(state["window"])
+        self._kept = state["batches"]
+
+
+def _own(batch: dict) -> Tensor:
+    """Returns (b, C) bool, True = own token that counts."""
+    mask = batch["completion_mask"].bool()
+    return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
+
+
+def _per_position(advantages: Tensor) -> Tensor:
+    """Returns advantages that go with every position of a response. (b,) or (b, C) -> (b, 1) or (b, C)."""
+    return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
