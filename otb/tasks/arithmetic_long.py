@@ -62,6 +62,8 @@ def terms_of(problem: str) -> Terms:
 class Demonstrator:
     """Solves one problem in words; what it says follows from the problem, the noise and the state of `draw`."""
 
+    slip_rates: ClassVar[dict[str, float]] = SLIP_RATES
+
     def __init__(self, draw: random.Random, noise: float):
         self.draw, self.noise, self.text = draw, noise, ""
 
@@ -85,7 +87,7 @@ class Demonstrator:
     def add_up(self, terms: Terms) -> int:
         """Goes through the terms once and returns the total that it comes to."""
         careless = self.draw.random() < CARELESS_SHARE * self.noise
-        rate = SLIP_RATES["careless" if careless else "careful"]
+        rate = self.slip_rates["careless" if careless else "careful"]
         total, left = 0, terms
         while left:
             total, left = self.go_on(total, left, rate)

@@ -15,7 +15,8 @@ from otb.tasks.python_tool import MIN_TURNS, PythonTool
 
 CALL_RATE = 0.06  # per step
 TERMS_OF_A_CALL = (3, 5)
-MISTYPE_RATE = 0.15  # per call
+MISTYPE_RATE = 0.10  # per call
+SLIP_RATES = {"careful": 0.005, "careless": 0.06}  # per step in the head
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class ArithmeticLongTools(ArithmeticLong):
 class ToolDemonstrator(Demonstrator):
     """Solves one problem partly in the head, partly by calls of Python."""
 
-    MOST_CALLS = 4  # below the turns that a rollout has by default
+    slip_rates: ClassVar[dict[str, float]] = SLIP_RATES
+    MOST_CALLS: ClassVar[int] = 4  # below the turns that a rollout has by default
 
     def __init__(self, draw: random.Random, noise: float):
         super().__init__(draw, noise)
