@@ -81,9 +81,9 @@ class Sampler(EvaluatingTrainer):
     """What `sample_held_out` leans on: TRL's rollout code is replaced by a record of what it was given."""
 
     def __init__(self, use_vllm: bool, rank: int):
-        self.use_vllm, self.given, self.model = use_vllm, [], None
+        self.given, self.model = [], None
         self.accelerator = SimpleNamespace(num_processes=2, process_index=rank, gather=lambda mine: mine.repeat(2, 1))
-        self.args = SimpleNamespace(per_device_eval_batch_size=8, seed=0)
+        self.args = SimpleNamespace(use_vllm=use_vllm, per_device_eval_batch_size=8, seed=0)
 
     def _evaluating(self, reward, samples):
         return nullcontext()
