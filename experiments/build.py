@@ -15,7 +15,7 @@ from otb.errors import RunError, first_line
 from otb.sandbox import Sandbox, SandboxFailure
 
 # Groups that may be off (`_target_: null`) -> the argument of OTBTrainer that takes what they name.
-METHODS = {"schedule": "lr_schedule", "token_weights": "token_weights"}
+METHODS = {"schedule": "lr_schedule", "token_weights": "token_weights", "auxiliary": "auxiliary"}
 
 
 def is_tiny(model: DictConfig) -> bool:

@@ -23,6 +23,7 @@ TITLES = {
     "rollouts_by": "what samples",
     "schedule": "how the learning rate moves over the steps",
     "token_weights": "what multiplies the advantages, token by token",
+    "auxiliary": "a head that predicts further tokens, and what its loss does to the policy",
     "experiment": "recipes: fixed values and axes of a sweep",
     "hydra/launcher": "where the runs of a sweep are made",
 }

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from experiments.build import build, is_off
+from experiments.checks.auxiliary import check_auxiliary
 from experiments.checks.model import check_model
 from experiments.checks.schedule import check_schedule
 from experiments.checks.target import check_target
@@ -59,6 +60,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     _check_baseline(cfg)
     check_schedule(cfg)
     check_token_weights(cfg)
+    check_auxiliary(cfg)
     _check_band(cfg)
     check_gpus(cfg)
     gpu_bytes = None

@@ -12,6 +12,7 @@ COMPARED = {
     "rng_state.pth",
     "baseline.pt",
     "token_weights.pt",
+    "mtp_head.pt",
 }
 
 
