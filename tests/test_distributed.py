@@ -112,7 +112,8 @@ def test_an_auxiliary_head_of_two_ranks_is_that_of_one_process_with_all_rollouts
     first, second = (torch.load(trained / "head" / f"rank{rank}.pt") for rank in (0, 1))
     for mine, other, expected in zip(first["weights"], second["weights"], alone["weights"], strict=True):
         assert torch.equal(mine, other)
-        torch.testing.assert_close(mine, expected, atol=1e-4, rtol=0)  # a step moves a weight by 1e-3
+        # a step moves each weight by 1e-3, a hundredth of its size; where a gradient is near 0, Adam magnifies rounding
+        assert (mine - expected).norm() < 1e-3 * expected.norm()
     for row, expected in zip(first["rows"], alone["rows"], strict=True):
         names = [name for name in expected if name.startswith("mtp_")]
         assert {name: row[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=2e-2)
