@@ -55,9 +55,9 @@ class MultiTokenPrediction:
         for name, value, choices in (("mode", mode, MODES), ("ratio_to", ratio_to, ("main", "head"))):
             if value not in choices:
                 raise ValueError(f"{name}={value} is not one of {', '.join(choices)}. Try {name}={choices[0]}.")
-        for name, value, fix in (("weight", weight, 0.1), ("lambda_plus", lambda_plus, 1.0), ("limit", limit, 1.0)):
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be above 0. Try {name}={fix}.")
+        for name, number, fix in (("weight", weight, 0.1), ("lambda_plus", lambda_plus, 1.0), ("limit", limit, 1.0)):
+            if number is not None and not 0 < number < math.inf:
+                raise ValueError(f"{name}={number} must be above 0. Try {name}={fix}.")
         if not 0 < eps < math.inf:
             raise ValueError(f"eps={eps} must be above 0: it is added to what lambda is divided by. Try eps=1e-8.")
         if type(warmup) is not int or warmup < 0:

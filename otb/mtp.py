@@ -147,5 +147,5 @@ def aggregated(per_token: Tensor, own: Tensor, loss_type: str, longest: int, tok
     per_token = per_token * own
     if loss_type == "grpo":
         return (per_token.sum(-1) / own.sum(-1).clamp(min=1)).mean()
-    divisor = {"bnpo": own.sum().clamp(min=1), "dr_grpo": len(own) * longest, "dapo": tokens}[loss_type]
-    return per_token.sum() / divisor
+    divisors: dict[str, Any] = {"bnpo": own.sum().clamp(min=1), "dr_grpo": len(own) * longest, "dapo": tokens}
+    return per_token.sum() / divisors[loss_type]
