@@ -15,7 +15,12 @@ from otb.errors import RunError, first_line
 from otb.sandbox import Sandbox, SandboxFailure
 
 # Groups that may be off (`_target_: null`) -> the argument of OTBTrainer that takes what they name.
-METHODS = {"improvement": "improvement", "schedule": "lr_schedule", "token_weights": "token_weights"}
+METHODS = {
+    "auxiliary": "auxiliary",
+    "improvement": "improvement",
+    "schedule": "lr_schedule",
+    "token_weights": "token_weights",
+}
 
 
 def is_tiny(model: DictConfig) -> bool:

@@ -23,7 +23,7 @@ from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, firs
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "experiment")
-GROUPS = (*CHOICES, "improvement", "schedule", "token_weights")
+GROUPS = (*CHOICES, "auxiliary", "improvement", "schedule", "token_weights")
 
 
 @contextmanager

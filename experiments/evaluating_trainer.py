@@ -93,7 +93,3 @@ class EvaluatingTrainer(ToolTrainer):
             self._metrics["eval"].clear()
             self._seconds.clear()
             self._logs = logs_before
-
-    def _set(self, attributes: dict) -> None:
-        for name, value in attributes.items():
-            setattr(self, name, value)

@@ -24,6 +24,7 @@ TITLES = {
     "improvement": "a second update on the batch before, weighed by what became of the first",
     "schedule": "how the learning rate moves over the steps",
     "token_weights": "what multiplies the advantages, token by token",
+    "auxiliary": "a head that predicts further tokens, and what its loss does to the policy",
     "experiment": "recipes: fixed values and axes of a sweep",
     "hydra/launcher": "where the runs of a sweep are made",
 }

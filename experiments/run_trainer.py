@@ -55,8 +55,8 @@ TRL_NAMES = {  # TRL's names of what it measures -> ours
 }
 RESUME_FILES = (  # of a checkpoint, what only a resumed run reads
     "baseline.pt",
-    "improvement_*",
     "global_step*",  # DeepSpeed: weights and optimizer state in parts
+    "improvement_*",
     "latest",
     "optimizer*",  # a folder of parts under FSDP2
     "pytorch_model_fsdp*",

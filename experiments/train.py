@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_utils import set_seed
 
 from experiments import trackers
-from experiments.build import build, methods
+from experiments.build import build, is_off, methods
 from experiments.data import Rows, load_rows, provenance, told_by_the_first
 from experiments.environment import describe
 from experiments.hardware import emulated_bfloat16, grpo_options, sampled_source, sampling_limits
@@ -28,6 +28,7 @@ from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
 from experiments.threads import use_threads
+from otb.auxiliary import refuse_architecture
 from otb.errors import RunError
 from otb.options import batches
 from otb.policies.models import (
@@ -171,10 +172,20 @@ def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
         return max(check_prompt_lengths(some, tokenizer, model_config, *limits, tools) for some in prompts)
 
     longest = told_by_the_first(longest_prompt)
+    if not is_off(cfg, "auxiliary"):
+        refuse_head_of(model_config)
     lora = lora_config(cfg)
     if lora is not None:
         check_lora_targets(lora, model_config)
     return Inputs(task, rows(), tokenizer, environment, lora, longest)
+
+
+def refuse_head_of(model_config: PreTrainedConfig) -> None:
+    """Raises RunError for a model that no auxiliary head has been built for."""
+    try:
+        refuse_architecture(model_config.model_type)
+    except ValueError as error:
+        raise RunError(str(error)) from error
 
 
 def described(cfg: DictConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:

@@ -14,6 +14,7 @@ move the weights, too, by Adam's momentum.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import defaultdict
@@ -81,7 +82,8 @@ class ImprovingTrainer(GRPOTrainer):
         reading = self.improvement.observe(self._mean_reward)
         metrics = reading.metrics()
         kept, self._kept = self._kept, []
-        if updates := bool(reading.phi and kept is not None and self._has_signal(kept)):
+        updates = False
+        if reading.phi and kept is not None and (updates := self._has_signal(kept)):
             metrics |= self._update_on(kept, reading.phi)
         for batch in batches:
             log_probs, advantages = batch.pop(LOG_PROBS), batch.pop(ADVANTAGES)
@@ -111,14 +113,14 @@ class ImprovingTrainer(GRPOTrainer):
                 with self.accelerator.trigger_sync_in_backward(model) if last else nullcontext():
                     self.accelerator.backward(loss)
         norm = float(self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or float("inf")))
-        if not torch.isfinite(torch.tensor(norm)):
+        if not math.isfinite(norm):
             raise RunError(
                 f"improvement_gradient_norm={norm} at step {self.state.global_step + 1}, from the rollouts of the step "
                 "before; it must be finite, and training stops before the weights change. Try a smaller learning_rate, "
                 "or improvement.cap=3."
             )
-        # Not accelerate's wrapper, which steps only after the last micro-batch of the ordinary update.
-        getattr(self.optimizer, "optimizer", self.optimizer).step()
+        wrapped: Any = self.optimizer  # by accelerate, which would step only after the ordinary update's last backward
+        getattr(wrapped, "optimizer", wrapped).step()
         model.zero_grad()
         clipped = metrics.get("clip_ratio/region_mean")
         found = {"improvement_gradient_norm": norm, "improvement_ratio_mean": self._mean_ratio(batches, log_probs)}
@@ -135,13 +137,18 @@ class ImprovingTrainer(GRPOTrainer):
         options["current_gradient_accumulation_steps"] = micro_batches
         before = {name: getattr(self, name) for name in options}
         of_step, self._metrics["train"] = self._metrics["train"], metrics
-        self._log_probs_of_update = log_probs = []
-        vars(self).update(options)
+        log_probs: list[Tensor] = []
+        self._log_probs_of_update = log_probs
+        self._set(options)
         try:
             yield metrics, log_probs
         finally:
-            vars(self).update(before)
+            self._set(before)
             self._metrics["train"], self._log_probs_of_update = of_step, None
+
+    def _set(self, attributes: dict[str, Any]) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)

@@ -123,6 +123,21 @@ METRICS = {
         "of the signal", "what the weights are made of, mean over own tokens: of arca the norm of the residual"
     ),
     "token_signal_max": Metric("of the signal", "the same, largest"),
+    "mtp_cross_entropy": Metric(
+        "nats", "-log pi of the auxiliary head per own token, at the sampling temperature; with auxiliary=mtp"
+    ),
+    "mtp_lambda": Metric(
+        "1",
+        "weight of the head's policy loss, mean over the forwards of the step; 0 in the first update of a batch; with "
+        "auxiliary.mode=occ and occ_as_code",
+    ),
+    "mtp_c": Metric(
+        "nats^2",
+        "sum over the own tokens of a forward of d d_head, the changes of log pi of the policy and of its head since "
+        "the tokens were sampled; mode=occ, as the next two",
+    ),
+    "mtp_v2": Metric("nats^2", "sum over the own tokens of a forward of d_head^2"),
+    "mtp_cosine": Metric("1", "cosine of d and d_head, c / sqrt(v2 sum d^2)"),
     "energy_mean": Metric(
         "norm^2",
         "realized energy W_T = sum_t w_t per scored rollout, mean; w: the proxy, times the squared factor of the token "
@@ -202,6 +217,7 @@ WHERE_AND_HOW = (
 # Keys that run directories of earlier versions lack, with what those runs did. Neither their absence nor this value
 # makes another run or another setting.
 ADDED_LATER = {
+    "auxiliary._target_": None,
     "evaluation.data_dir": None,
     "evaluation.max_rows": None,
     "evaluation.tasks": None,

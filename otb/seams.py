@@ -75,6 +75,8 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "_logs", "rows of TRL's table of completions; its advantages are replaced"),
         Seam(GRPO, "_save_optimizer_and_scheduler(output_dir)", "extended: the baseline's state is saved beside it"),
         Seam(GRPO, "_load_optimizer_and_scheduler(checkpoint)", "extended: and read from there"),
+        Seam(GRPO, "_compute_loss(model, inputs)", "extended: the loss of an auxiliary head is added"),
+        Seam(GRPO, "create_optimizer(model)", "extended: the head's parameters are added"),
         Seam(GRPO, "create_scheduler(num_training_steps, optimizer)", "extended: lr_schedule in a LambdaLR"),
         Seam(GRPO, "_created_lr_scheduler", "makes a second train() begin with a schedule of its own"),
         Seam(GRPO, "use_vllm", "set, so that TRL asks vllm_generation for rollouts and weighs what differs"),
@@ -126,6 +128,20 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, '"old_per_token_logps"', "in a micro-batch: what the ratio is taken to; absent, it is exactly 1"),
         Seam(GRPO, "_save_optimizer_and_scheduler(output_dir)", "extended: window and kept batch are saved beside it"),
         Seam(GRPO, "_load_optimizer_and_scheduler(checkpoint)", "extended: and read from there"),
+    ),
+    "otb/mtp.py": (
+        Seam(
+            "trl.kernels:ChunkedLogProbFunction",
+            "forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, "
+            "logit_scale, outputs)",
+            "log-probs of the head, without all logits at a time",
+        ),
+    ),
+    "otb/mtp_training.py": (
+        Seam(GRPO, "current_gradient_accumulation_steps", "the forwards that the loss of one is divided by"),
+        Seam(GRPO, "epsilon_low", "where the head's ratio is clipped, as the policy's"),
+        Seam(GRPO, "epsilon_high", "and above"),
+        Seam(GRPO, '"num_items_in_batch"', "in a batch: the tokens of the generation, which dapo divides by"),
     ),
     "otb/sampler_copy.py": (
         Seam(VLLM, "sync_weights()", "what TRL calls where the policy has changed"),

@@ -16,7 +16,7 @@ step of a run goes through six classes: Run (experiments.run_trainer.RunTrainer)
           _replace_advantages                  OTB                pack, measure, baseline, advantages, weights, unpack
             _log_rollouts                      Run > OTB          metrics of the rollouts
         _improve                               Improving          an optimizer step on the batch before, if asked for
-      _compute_loss                            GRPO               then the backward pass
+      _compute_loss                            OTB > GRPO         with the auxiliary head's, then the backward pass
     _get_grad_norm                             Run > OTB > HF     once per optimizer step, before it
     _maybe_log_save_evaluate                   Run > HF           samples, evaluation, checkpoint
       log                                      Run > GRPO         the metrics row
@@ -28,9 +28,9 @@ that this relies on.
 
 Methods beside the baseline, each off unless asked for, live in files of their own and touch the step in one place:
 `lr_schedule` (otb/schedules.py) sees the lengths in `_log_rollouts`; `token_weights` (otb/token_weights.py) multiply
-the advantages; `improvement` (otb/improvement.py) weighs what `_improve` does with them a step later; `sampler_dtype`
-(otb/sampler_copy.py) samples in the place of vLLM; otb/mismatch.py measures what a sampler's numbers differ by,
-wherever they are known.
+the advantages; `improvement` (otb/improvement.py) weighs what `_improve` does with them a step later; `auxiliary`
+(otb/mtp_training.py) adds the loss of a head of its own; `sampler_dtype` (otb/sampler_copy.py) samples in the place of
+vLLM; otb/mismatch.py measures what a sampler's numbers differ by, wherever they are known.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -57,6 +57,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from otb import adapters, baselines, exact_norms
 from otb.advantages import advantages as advantages_of
+from otb.auxiliary import MultiTokenPrediction, refuse_auxiliary
 from otb.baselines import StatefulBaseline
 from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
@@ -64,6 +65,7 @@ from otb.improvement import PolicyImprovement
 from otb.improving_trainer import ImprovingTrainer
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, token_weight_metrics
 from otb.mismatch import mismatch_metrics
+from otb.mtp_training import MTPTraining
 from otb.options import (
     Batches,
     refuse_broken_groups,
@@ -85,6 +87,7 @@ LENGTH_CHUNKS = 4  # batches of the extra pass, by length; more would save littl
 EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})
 BASELINE_STATE = "baseline.pt"  # the file in a checkpoint that holds the state of a baseline that learns
 TOKEN_WEIGHTS_STATE = "token_weights.pt"  # and of token weights with normalise="running"
+MTP_HEAD = "mtp_head.pt"  # and the weights of an auxiliary head
 
 
 class _SingleRollout(int):
@@ -155,6 +158,8 @@ class OTBTrainer(ImprovingTrainer):
             is copied, too. None: as `args.lr_scheduler_type` says.
         token_weights: What multiplies the advantages token by token (otb/token_weights.py), copied too; None: nothing.
         improvement: Weighs a second update on the batch before (otb/improvement.py), copied too; None: no such update.
+        auxiliary: A multi-token-prediction head that is trained beside the policy, and what of its loss reaches the
+            policy (otb/auxiliary.py); None: no head.
         args: An OTBConfig. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
         Everything else is as in `trl.GRPOTrainer`.
 
@@ -177,6 +182,7 @@ class OTBTrainer(ImprovingTrainer):
         lr_schedule: LengthTriggeredDecay | None = None,
         token_weights: TokenWeights | None = None,
         improvement: PolicyImprovement | None = None,
+        auxiliary: MultiTokenPrediction | None = None,
         **kwargs,
     ):
         self.lr_schedule = copy.deepcopy(lr_schedule)
@@ -187,6 +193,11 @@ class OTBTrainer(ImprovingTrainer):
         self._noise = GradientNoise() if getattr(args, "measure_gradient_noise", False) else None
         logs_energy = self._noise is not None or getattr(args, "log_energy", False)
         self._needs_score_norms = "score_norms" in self._needs or logs_energy
+        if improvement is not None and auxiliary is not None:
+            raise ValueError(
+                "improvement= trains on the last batch once more, and what an auxiliary head's changes would be "
+                "measured against there has not been worked out. Use improvement=None, or auxiliary=None."
+            )
         if args is not None:
             needs_scores = self._needs_score_norms or baselines.needs_scores(baseline)
             refuse_options(args, baseline, needs_scores, token_weights is not None)
@@ -195,6 +206,8 @@ class OTBTrainer(ImprovingTrainer):
                 refuse_improvement(args)
             if lr_schedule is not None:
                 refuse_two_schedules(args, kwargs.get("optimizers"))
+            if auxiliary is not None:
+                refuse_auxiliary(args, auxiliary, kwargs.get("peft_config"), kwargs.get("optimizers"))
             if self._noise:
                 refuse_micro_batches(args)
         if token_weights is not None and token_weights.reads_base:
@@ -213,6 +226,7 @@ class OTBTrainer(ImprovingTrainer):
         self._rewards_per_function: Tensor | None = None  # (P * G, reward functions), of all processes
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         self._seconds: dict[str, float] = {}  # part of the step -> time spent in it
+        self._mtp: MTPTraining | None = None
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         keep_float32_outputs(self.accelerator)
         if token_weights is not None and token_weights.reads_base:
@@ -225,6 +239,11 @@ class OTBTrainer(ImprovingTrainer):
             refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
         if getattr(self.args, "sampler_dtype", None) is not None:
             self._sample_by_copy(self.args.sampler_dtype)
+        if auxiliary is not None:
+            refuse_auxiliary(self.args, auxiliary, getattr(self.model, "peft_config", None))
+            self._refuse_sharding("auxiliary=", "auxiliary=None")
+            self._mtp = MTPTraining(auxiliary, self, self._causal_model())
+            self.add_callback(self._mtp)
         if self._needs & EXACT_NORMS:
             exact_norms.trainable(self.model)  # too many parameters are refused before the first rollout
             self._refuse_sharding(f"baseline {baselines.name_of(baseline)}", "a baseline with the proxy")
@@ -263,8 +282,12 @@ class OTBTrainer(ImprovingTrainer):
         # TRL's pass knows neither tool tokens nor rewards, which `reduce` needs, and has the dropout of training, which
         # token weights must not see: both take an extra one.
         self._scoring = self._needs_score_norms and not self._own_pass
+        of_sampling = self._mtp is not None and self._mtp.options.reads_old_head
         try:
-            output = super()._generate_and_score_completions(inputs)
+            with self._mtp.passes_of("sampling") if self._mtp and of_sampling else nullcontext():
+                output = super()._generate_and_score_completions(inputs)
+            if self._mtp is not None:
+                self._mtp.keep_old(output)
             started = time.perf_counter()
             self._replace_advantages(output)
             self._add_seconds("advantages", started)
@@ -556,6 +579,17 @@ class OTBTrainer(ImprovingTrainer):
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        part = (model, input_ids, attention_mask, logits_to_keep)
+        if self._mtp is None or not self._mtp.is_to_see(model):
+            return self._scored_pass(*part, *args, **kwargs)
+        with self._mtp.reading(*part[1:]) as of_head:
+            result = self._scored_pass(*part, *args, **kwargs)
+        self._mtp.seen.append((result[0], torch.cat(of_head)))
+        return result
+
+    def _scored_pass(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        """Makes TRL's pass, and keeps log sum pi^2 of it where it is to be measured."""
+
         def trl_pass():
             return super(OTBTrainer, self)._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
@@ -607,6 +641,24 @@ class OTBTrainer(ImprovingTrainer):
             self._noise.start(self.accelerator.unwrap_model(self.model), self.accelerator.device)
         return inputs
 
+    # ---- the loss of an auxiliary head
+
+    def _compute_loss(self, model, inputs):
+        if self._mtp is None or not self.model.training:
+            return super()._compute_loss(model, inputs)
+        with self._mtp.passes_of("loss"):
+            loss = super()._compute_loss(model, inputs)
+            of_head, metrics = self._mtp.loss(inputs, response_mask(inputs))
+        self._log(metrics)
+        return loss + (of_head - of_head.detach())  # 0: what is logged as the loss stays the policy's
+
+    def create_optimizer(self, *args, **kwargs):
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._mtp is not None and is_new:
+            self._mtp.add_to(optimizer, self.args.weight_decay)
+        return optimizer
+
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         if self._noise:
@@ -616,6 +668,8 @@ class OTBTrainer(ImprovingTrainer):
     def _get_grad_norm(self, *args, **kwargs):
         """Returns the norm of the gradient of all processes before clipping; asked once, before an optimizer step."""
         norm = super()._get_grad_norm(*args, **kwargs)
+        if self._mtp is not None and not math.isfinite(of_head := self._mtp.finish_gradients()):
+            norm = of_head  # which a run refuses
         if self._noise:
             metrics, rollouts = self._metrics["train"], self.args.per_device_train_batch_size
             verl_power = metrics["verl_power"][-1] if "verl_power" in metrics else None
@@ -702,6 +756,8 @@ class OTBTrainer(ImprovingTrainer):
         learners: dict[str, Any] = {BASELINE_STATE: self.baseline} if baselines.carries_state(self.baseline) else {}
         if self.token_weights is not None and self.token_weights.normalise == "running":
             learners[TOKEN_WEIGHTS_STATE] = self.token_weights
+        if self._mtp is not None:
+            learners[MTP_HEAD] = self._mtp.head
         return learners
 
     # ---- evaluation leaves the training trajectory alone

@@ -131,6 +131,13 @@ SETTINGS = {
     "token_weights.power=2": ("token_weights.power=2", "takes no options", "Add token_weights=arca"),
     "token_weights=surprisal token_weights.power=0": ("power=0", "must be above 0", "Try token_weights.power=1"),
     "token_weights=uniform trainer.loss_type=vespo baseline=rloo": ("vespo", "token_weights has one per", "Use 'dr_"),
+    "auxiliary=mtp": ("num_iterations=1", "one update per batch", "Use trainer.num_iterations=2"),
+    "auxiliary=mtp auxiliary.mode=ocd": ("auxiliary.mode=ocd", "is not one of detach, ce", "Did you mean occ?"),
+    "auxiliary=mtp auxiliary.mode=ce auxiliary.weight=0": ("weight=0", "above 0", "Try auxiliary.weight=0.1"),
+    "auxiliary=mtp auxiliary.weights=shipped": ("weights=shipped", "transformers drops", "Use auxiliary.weights=fresh"),
+    "auxiliary=mtp auxiliary.mode=ce auxiliary.warmup=80": ("warmup=80", "never act", "Use a smaller"),
+    "auxiliary=mtp auxiliary.mode=ce model.lora.r=4": ("LoRA", "has not been tested", "Leave model.lora"),
+    "auxiliary=mtp auxiliary.mode=policy trainer.loss_type=cispo": ("loss_type='cispo'", "clips", "Use one of these"),
     "model.warm_start.stps=9": ("model.warm_start.stps", "no field of WarmStart", "Did you mean steps?"),
 }
 

@@ -14,6 +14,7 @@ from otb.rollouts import OwnTokens, RolloutGroups, joined
 from otb.schedules import LengthTriggeredDecay
 from otb.token_weights import TokenWeights
 from tests.support.commands import run_module_by_two
+from tests.support.distributed_worker import head
 from tests.support.groups import seen_by
 from tests.support.improvement_updates import clipped_gradient
 
@@ -96,6 +97,21 @@ def test_learning_rate_and_mismatch_of_two_ranks_are_those_of_all_their_rollouts
         alone.observe(step, float((~ratio.isnan()).sum(1).float().mean()))
     assert alone.surge_step is not None and ranks[0]["rows"][3]["learning_rate"] < 1e-3
     assert ranks[0]["rows"][3]["learning_rate"] == ranks[1]["rows"][3]["learning_rate"]
+
+
+def test_an_auxiliary_head_of_two_ranks_is_that_of_one_process_with_all_rollouts(trained, policy, tmp_path):
+    """Trained on the same rollouts: lambda, cross-entropy, and the weights of policy and head after four updates."""
+    head(str(policy), str(tmp_path), rollouts=12)
+    alone = torch.load(tmp_path / "rank0.pt")
+    first, second = (torch.load(trained / "head" / f"rank{rank}.pt") for rank in (0, 1))
+    for mine, other, expected in zip(first["weights"], second["weights"], alone["weights"], strict=True):
+        assert torch.equal(mine, other)
+        # a step moves each weight by 1e-3, a hundredth of its size; where a gradient is near 0, Adam magnifies rounding
+        assert (mine - expected).norm() < 1e-3 * expected.norm()
+    for row, expected in zip(first["rows"], alone["rows"], strict=True):
+        names = [name for name in expected if name.startswith("mtp_")]
+        assert {name: row[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=2e-2)
+    assert alone["rows"][1]["mtp_lambda"] != 0
 
 
 def test_token_weights_of_two_ranks_are_those_of_one_process_that_sees_all_rollouts(trained):

@@ -112,6 +112,7 @@ def test_a_run_killed_in_the_middle_of_something_equals_an_uninterrupted_one(
         dict(rollouts_by="hf_bfloat16", schedule="length_triggered", **EAGER_SCHEDULE),
         dict(token_weights="arca", token_weights__normalise="running", model__lora__r=4),
         dict(improvement="pipo", improvement__window=3, improvement__cap=3, baseline="otb"),
+        dict(auxiliary="mtp", auxiliary__warmup=3, trainer__num_iterations=2),
         dict(evaluation__tasks="[arithmetic]", evaluation__max_rows=3),
         dict(model__lora__r=4, trainer__beta=0.1, model__rollouts_per_forward=4, trainer__num_iterations=2, steps=8),
     ],

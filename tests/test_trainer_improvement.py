@@ -55,7 +55,7 @@ def at(trainer, weights):
     ("improvement", "baseline", "options"),
     [
         (PolicyImprovement(window=2, cap=3.0, negative_scale=1.0), rloo, SGD),
-        (PolicyImprovement("constant", window=2, advantages="scaled"), otb, SGD | MICRO_BATCHES),
+        (PolicyImprovement("constant", window=2, advantages="scaled"), otb, SGD | MICRO_BATCHES | dict(beta=0.05)),
         (PolicyImprovement("shuffled", window=2, cap=3.0), otb, SGD | dict(token_weights=TokenWeights("surprisal"))),
         (PolicyImprovement("constant", window=2), EnergyProbe(), SGD | dict(learning_rate=0.3)),
     ],
@@ -64,7 +64,9 @@ def at(trainer, weights):
 def test_update_is_the_clipped_gradient_on_the_batch_before(
     tmp_path, untrained, tokenizer, improvement, baseline, options
 ):
-    """Its ratio is to the policy that sampled that batch; the new batch keeps the log-probs from before the update."""
+    """Its ratio is to the policy that sampled that batch, and it has no KL term, whatever the ordinary update has; the
+    new batch keeps the log-probs from before it.
+    """
     kinds = dict(kind=WatchedTrainer, baseline=baseline, max_steps=6)
     trainer = trained(tmp_path, untrained, tokenizer, improvement, **kinds, **options)
     assert improvement.state_dict()["means"] == [], "the trainer has a copy of its own"

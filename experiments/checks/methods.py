@@ -5,6 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import METHODS, build, is_off
+from experiments.checks.auxiliary import check_auxiliary
 from experiments.checks.improvement import check_improvement
 from experiments.checks.target import check_target
 from experiments.command_line import CONF
@@ -33,6 +34,8 @@ def check_methods(cfg: DictConfig) -> None:
             _check_base(cfg, method.signal)
         if group == "improvement":
             check_improvement(cfg, method)
+        if group == "auxiliary":
+            check_auxiliary(cfg, method)
 
 
 def _check_off(cfg: DictConfig, group: str) -> None:

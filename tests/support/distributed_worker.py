@@ -12,6 +12,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from otb import OTBTrainer
+from otb.auxiliary import MultiTokenPrediction
 from otb.baselines import declare
 from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.rloo import rloo
@@ -209,8 +210,42 @@ def improvement(policy: str, output: str) -> None:
     torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
 
 
+class ToldTrainer(OTBTrainer):
+    """Has rollout i of the n-th batch of all processes say what follows from i and n alone, however many there are."""
+
+    batches = 0
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        first = self.accelerator.process_index * len(prompt_ids)
+        said = []
+        for i in range(first, first + len(prompt_ids)):
+            drawn = torch.Generator().manual_seed(1000 * self.batches + i)
+            length = int(torch.randint(1, self.max_completion_length, (), generator=drawn))
+            said.append([*torch.randint(200, 300, (length,), generator=drawn).tolist(), self.eos_token_ids[0]])
+        self.batches += 1
+        return said, None
+
+
+def head(policy: str, output: str, rollouts: int = 6) -> None:
+    """Four updates on two batches with a head whose loss is weighted by lambda. rollouts: of this process."""
+    options = dict(max_steps=4, num_iterations=2, per_device_train_batch_size=rollouts, num_generations=4)
+    trainer = ToldTrainer(
+        AutoModelForCausalLM.from_pretrained(policy),
+        byte_reward,
+        config(output, ddp_find_unused_parameters=False, loss_type="dapo", **options),
+        dataset(),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+        auxiliary=MultiTokenPrediction("occ", ratio_to="head"),
+    )
+    trainer.train()
+    modules = (trainer.accelerator.unwrap_model(trainer.model), trainer._mtp.head)
+    found = {"weights": [torch.cat([p.detach().flatten() for p in module.parameters()]) for module in modules]}
+    found["rows"] = trainer.state.log_history[:4]
+    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+
+
 if __name__ == "__main__":
-    for train in (otb, probe, noise, copied, weights, improvement):
+    for train in (otb, probe, noise, copied, weights, improvement, head):
         folder = Path(sys.argv[2], train.__name__)
         folder.mkdir(exist_ok=True)
         train(sys.argv[1], str(folder))

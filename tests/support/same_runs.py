@@ -13,6 +13,7 @@ COMPARED = {
     "baseline.pt",
     "improvement_0.pt",
     "token_weights.pt",
+    "mtp_head.pt",
 }
 
 

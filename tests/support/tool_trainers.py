@@ -54,7 +54,18 @@ class ScriptedTrainer(ToolTrainer):
     """
 
     def __init__(
-        self, script, tmp_path, model, tokenizer, sandbox, *, naive=False, baseline=otb, token_weights=None, **options
+        self,
+        script,
+        tmp_path,
+        model,
+        tokenizer,
+        sandbox,
+        *,
+        naive=False,
+        baseline=otb,
+        token_weights=None,
+        auxiliary=None,
+        **options,
     ):
         self.script, self.naive, self.outputs, self.expected, self.most_new_tokens = script, naive, [], [], []
         model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -68,6 +79,7 @@ class ScriptedTrainer(ToolTrainer):
             environment_factory=partial(PythonTool, sandbox),
             baseline=baseline,
             token_weights=token_weights,
+            auxiliary=auxiliary,
         )
 
     def _generate_and_score_completions(self, inputs):

@@ -1,0 +1,35 @@
+"""Checks of the group `auxiliary`. Imports no torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.build import is_off
+from otb.auxiliary import MultiTokenPrediction, refuse_auxiliary
+from otb.errors import RunError
+
+
+def check_auxiliary(cfg: DictConfig, head: MultiTokenPrediction) -> None:
+    """Raises RunError for a head, built from cfg, that the rest of the configuration has no use for."""
+    if cfg.parallel.name != "ddp":
+        raise RunError(
+            f"parallel={cfg.parallel.name} divides the policy's weights over the processes, and an auxiliary head "
+            "reads whole ones. Use parallel=ddp, or auxiliary=none."
+        )
+    if not is_off(cfg, "improvement"):
+        raise RunError(
+            "improvement= trains on the last batch once more, and what an auxiliary head's changes would be measured "
+            "against there has not been worked out. Use improvement=none, or auxiliary=none."
+        )
+    try:
+        options = OmegaConf.to_container(cfg.trainer, resolve=True)
+        refuse_auxiliary(SimpleNamespace(**options), head, OmegaConf.to_container(cfg.model).get("lora"))
+    except ValueError as error:
+        raise RunError(str(error).replace("num_iterations=", "trainer.num_iterations=")) from error
+    if head.mode != "detach" and cfg.steps <= head.warmup:
+        raise RunError(
+            f"auxiliary.warmup={head.warmup} is not below steps={cfg.steps}, so that the head would never act. Use a "
+            "smaller auxiliary.warmup, or auxiliary.mode=detach."
+        )

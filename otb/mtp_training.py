@@ -1,0 +1,177 @@
+"""Trains a multi-token-prediction head beside the policy: its log-probs, its loss, its gradients. OTBTrainer calls it.
+
+The head is no part of the policy's module: sampling, vLLM, checkpoints of the policy and its gradient norm do not know
+it. Its parameters are in the same optimizer, its gradients are averaged over the processes and clipped by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from otb.auxiliary import MultiTokenPrediction, refuse_architecture
+from otb.mtp import (
+    MTPHead,
+    aggregated,
+    clipped,
+    head_log_probs,
+    limited,
+    mean_of_ratios,
+    predicted,
+    products,
+    ratio_of_sums,
+)
+
+OLD = "old_head_log_probs"  # the key of a batch under which the head's log-probs at the moment of sampling stand
+
+
+class MTPTraining(TrainerCallback):
+    """Holds the head of a trainer and makes its loss.
+
+    Args:
+        options: what the loss is.
+        trainer: an OTBTrainer whose model is there.
+        causal: the transformers model with the LM head beneath what wraps it.
+
+    Raises ValueError for an architecture that no head has been tested for.
+    """
+
+    def __init__(self, options: MultiTokenPrediction, trainer: Any, causal: Any):
+        refuse_architecture(causal.config.model_type)
+        self.options, self.trainer, self.causal = options, trainer, causal
+        self.head = MTPHead(causal, trainer.args.seed).to(trainer.accelerator.device)
+        self.pass_of: str | None = None  # "sampling" or "loss" while TRL's pass for it is to be seen
+        self.seen: list[tuple[Tensor, Tensor]] = []  # log-probs (B, C) of the policy and of the head, per pass
+        self.sampled_at = 0  # optimizer steps done when the tokens of the batch were sampled
+
+    # ---- what is seen of TRL's passes
+
+    @contextmanager
+    def passes_of(self, what: str) -> Iterator[None]:
+        """Makes `reading` see passes of TRL inside, and forget what was seen before."""
+        self.pass_of, self.seen = what, []
+        try:
+            yield
+        finally:
+            self.pass_of = None
+
+    def is_to_see(self, model: Any) -> bool:
+        """Tells whether a pass of `model` is one of the policy, and of those that the head takes part in."""
+        return self.pass_of == "loss" or (self.pass_of == "sampling" and model is self.trainer.model)
+
+    @contextmanager
+    def reading(self, ids: Tensor, attention_mask: Tensor, width: int) -> Iterator[list[Tensor]]:
+        """Collects the head's log-probs (b, width) of every forward inside, each of the rows that follow the last."""
+        collected: list[Tensor] = []
+        detached = not self.options.acts(self.trainer.state.global_step)
+
+        def read(_, __, result) -> None:
+            first, states = sum(map(len, collected)), result.last_hidden_state
+            rows = slice(first, first + len(states))
+            part = (ids[rows], attention_mask[rows], states, width, self.trainer.temperature, detached)
+            collected.append(head_log_probs(self.head, self.causal, *part))
+
+        hook = self.causal.base_model.register_forward_hook(read)
+        try:
+            yield collected
+        finally:
+            hook.remove()
+
+    def keep_old(self, output: dict) -> None:
+        """Puts the head's log-probs of the pass for old log-probs into the batch, where TRL made one."""
+        self.sampled_at = self.trainer.state.global_step
+        for log_probs, of_head in self.seen:
+            if log_probs is output.get("old_per_token_logps"):
+                output[OLD] = of_head
+        self.seen = []
+
+    # ---- the loss
+
+    def loss(self, inputs: dict, own: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Returns the head's loss of the forward that was just seen, and metrics. own (B, C) bool: own tokens."""
+        (log_probs, of_head), self.seen = self.seen[0], []
+        log_probs, width = log_probs.detach(), own.size(1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        own = own & predicted(attention_mask, width)
+        old = inputs.get("old_per_token_logps", log_probs)
+        sums = self._sums(log_probs - old, of_head.detach(), old, inputs.get(OLD, of_head.detach()), own)
+        count = max(sums["tokens"], 1.0)
+        metrics = {"mtp_cross_entropy": sums["cross_entropy"] / count}
+        accumulated = self.trainer.current_gradient_accumulation_steps
+        processes = self.trainer.accelerator.num_processes  # whose gradients are averaged
+        cross_entropy = -(of_head * own).sum() * (processes / count / accumulated)
+        if not self.options.acts(self.trainer.state.global_step):
+            return cross_entropy, metrics
+        if self.options.mode == "ce":
+            return self.options.weight * cross_entropy, metrics
+        weight = self.options.weight
+        if self.options.has_lambda:
+            measured = self._lambda(sums)
+            weight = measured["mtp_lambda"]
+            metrics |= measured
+        return weight * self._policy_loss(of_head, old, inputs, own), metrics
+
+    def _sums(self, changes: Tensor, of_head: Tensor, old: Tensor, old_head: Tensor, own: Tensor) -> dict[str, float]:
+        """Returns what lambda and the cross-entropy are made of, summed over all processes. All tensors (B, C)."""
+        parts = [
+            torch.stack([own.sum().float(), -(of_head * own).sum()]),
+            products(changes, of_head - old_head, own),
+            mean_of_ratios(changes, of_head - old, self.options.eps),
+        ]
+        summed = self.trainer.accelerator.reduce(torch.cat(parts), reduction="sum").tolist()
+        return dict(zip(("tokens", "cross_entropy", "c", "v2", "d2", "ratios", "positions"), summed, strict=True))
+
+    def _lambda(self, sums: dict[str, float]) -> dict[str, float]:
+        """Returns lambda and what it is made of, by the names of METRICS."""
+        options = self.options
+        if self.trainer.state.global_step == self.sampled_at:
+            # Nothing has changed since the tokens were sampled; a forward's last digits must not be taken for a change.
+            return {"mtp_lambda": 0.0}
+        measured = {}
+        if options.mode == "occ":
+            measured = {"mtp_c": sums["c"], "mtp_v2": sums["v2"]}
+            if (squares := sums["v2"] * sums["d2"]) > 0:
+                measured["mtp_cosine"] = sums["c"] / squares**0.5
+            value = ratio_of_sums(sums["c"], sums["v2"], options.lambda_plus, options.eps, options.limit)
+        else:
+            value = limited(options.lambda_plus * sums["ratios"] / sums["positions"], options.limit)
+        return measured | {"mtp_lambda": value}
+
+    def _policy_loss(self, of_head: Tensor, old: Tensor, inputs: dict, own: Tensor) -> Tensor:
+        """Returns the clipped policy loss of the head, with the policy's own advantages and TRL's normaliser."""
+        trainer, args = self.trainer, self.trainer.args
+        advantages = inputs["advantages"]
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        reference = inputs.get(OLD, of_head.detach()) if self.options.ratio_to == "head" else old
+        per_token = clipped(of_head - reference, advantages, trainer.epsilon_low, trainer.epsilon_high)
+        if (rho := inputs.get("importance_sampling_ratio")) is not None:
+            per_token = per_token * rho
+        accumulated = trainer.current_gradient_accumulation_steps
+        sampled = inputs["num_items_in_batch"].clamp(min=1)  # tokens of the generation, of all processes
+        tokens = float(sampled / trainer.accelerator.num_processes / args.steps_per_generation)
+        return aggregated(per_token, own, args.loss_type, trainer.max_completion_length, tokens) / accumulated
+
+    # ---- the update
+
+    def add_to(self, optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
+        """Adds the head's parameters to the policy's optimizer; norms do not decay."""
+        for decays in (True, False):
+            parameters = [parameter for parameter in self.head.parameters() if (parameter.dim() > 1) == decays]
+            optimizer.add_param_group({"params": parameters, "weight_decay": weight_decay if decays else 0.0})
+
+    def finish_gradients(self) -> float:
+        """Averages the head's gradients over the processes, clips them by themselves, and returns their norm."""
+        parameters = [parameter for parameter in self.head.parameters() if parameter.grad is not None]
+        for parameter in parameters:
+            parameter.grad = self.trainer.accelerator.reduce(parameter.grad, reduction="mean")
+        longest = self.trainer.args.max_grad_norm or float("inf")
+        return float(torch.nn.utils.clip_grad_norm_(parameters, longest))
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        """Clears the head's gradients, as transformers does the policy's."""
+        self.head.zero_grad()
