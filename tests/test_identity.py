@@ -123,7 +123,7 @@ def test_the_revision_of_a_hub_id_is_no_part_of_a_run_on_local_rows(tmp_path):
 
 def test_documented_list_of_keys_that_say_only_where_and_how_is_the_one_in_the_code():
     documented = (ROOT / "docs" / "runs.md").read_text()
-    listed = re.search(r"do not make it another run: (.*?)\. ", documented.replace("\n", " "))[1]
+    listed = re.search(r"do not make it a different run: (.*?)\. ", documented.replace("\n", " "))[1]
     assert re.findall(r"`([^`]+)`", listed) == list(WHERE_AND_HOW)
 
 
