@@ -28,7 +28,7 @@ from otb.errors import TRY_AGAIN, RunError
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_END = 15.0  # for a run to write down that it was stopped
 
-QUEUED_HERE = Queued("", "PENDING")
+QUEUED_HERE, STARTED_HERE = Queued("", "PENDING"), Queued("", "RUNNING")
 
 
 def launch(
@@ -104,7 +104,12 @@ class LocalSweep:
                     process.terminate()
 
     def _states(self) -> list[RunState]:
-        return [state_of(job, QUEUED_HERE if job in self.waiting else None) for job in self.jobs]
+        # A run is seconds old before its directory is there, and is not missing.
+        started = {job.number for _, job, *_ in self.running.values()}
+        return [
+            state_of(job, QUEUED_HERE if job in self.waiting else STARTED_HERE if job.number in started else None)
+            for job in self.jobs
+        ]
 
     def _start(self, job: Job) -> None:
         gpu, log = self.free.pop(), self.logs / f"{job.number:05d}.log"

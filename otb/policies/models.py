@@ -199,6 +199,6 @@ def _unreadable(place: str, revision: str | None, error: Exception) -> RunError:
             "what save_pretrained writes for model and tokenizer."
         )
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    why = "it is not in the cache and HF_HUB_OFFLINE is set" if offline else first_line(error)
+    why = "it is not in the cache and HF_HUB_OFFLINE is set" if offline else first_line(error).rstrip(".")
     fetch = f"python experiments/prefetch.py --model {place}" + (f" --revision {revision}" if revision else "")
     return RunError(f"model.name={place} is no folder, and the hub does not give it: {why}. With network, run: {fetch}")
