@@ -33,7 +33,7 @@ from otb.errors import RunError
 ROWS = CONF.parent / "docs" / "study" / "rows"
 RUNS = "runs/study"
 RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
-RECIPES = ("claim_rates", "claim_rates_low", "claim_rates_32")  # in the order in which they are run
+RECIPES = ("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32")  # in the order in which they are run
 
 
 def study(recipes: list[str], seeds: int | None, parallel: int | None, made: Path | None, folder: Path) -> None:
