@@ -1,4 +1,4 @@
-"""python -m analysis.study report: rebuilds docs/study from its csv files. `rates` writes conf/study/rates.yaml."""
+"""python -m analysis.study report: rebuilds docs/study from its csv files. `rates` writes analysis/study/rates.yaml."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from analysis.study.rows import numbers, read
 from otb.errors import RunError
 from otb.records import write_atomically
 
-RATES = Path(__file__).resolve().parents[2] / "conf" / "study" / "rates.yaml"
+RATES = Path(__file__).with_name("rates.yaml")
 TIE = 0.001  # of accuracy: the smaller rate is taken
 HEADER = """\
 # Written by `python -m analysis.study rates` from docs/study/rows/claim_rates*.csv; the rule is in docs/study/rules.md.
