@@ -88,7 +88,7 @@ def summary(spoken: list[Comparison]) -> list[str]:
             "claim": c.claim,
             "task": f"`{c.task}`",
             "verdict": c.verdict,
-            "effect": "" if np.isnan(c.effect.estimate) else str(c.effect),
+            "effect": effect_text(c),
             "seeds": c.effect.seeds,
             "compared": c.what,
             "why": c.why,
@@ -99,12 +99,17 @@ def summary(spoken: list[Comparison]) -> list[str]:
     return ["## Verdicts", "", markdown_table(pd.DataFrame(rows)), ""]
 
 
+def effect_text(comparison: Comparison) -> str:
+    """Returns an effect with its interval."""
+    return "not measured" if np.isnan(comparison.effect.estimate) else str(comparison.effect)
+
+
 def sections(spoken: list[Comparison], drawn: dict[tuple[str, str], Path]) -> list[str]:
     """Returns a section per claim and task: its comparisons and its figure."""
     lines = []
     for claim, task in dict.fromkeys((c.claim, c.task) for c in sorted(spoken, key=lambda c: (c.claim, c.task))):
         of_both = [c for c in spoken if (c.claim, c.task) == (claim, task)]
-        rows = [{"compared": c.what, "effect": str(c.effect), "verdict": c.verdict, "": c.why} for c in of_both]
+        rows = [{"compared": c.what, "effect": effect_text(c), "verdict": c.verdict, "": c.why} for c in of_both]
         lines += [f"## {claim} on `{task}`", "", markdown_table(pd.DataFrame(rows)), ""]
         if (claim, task) in drawn:
             file = drawn[claim, task]
