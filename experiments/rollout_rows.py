@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from otb.errors import unwritable
 from otb.files import whole
-from otb.trainer import response_mask
+from otb.loss_inputs import response_mask
 
 
 def rollout_rows(recorded: dict, tokenizer: PreTrainedTokenizerBase, groups: int | None, rank: int) -> Iterator[dict]:

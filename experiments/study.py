@@ -44,8 +44,7 @@ def study(recipes: list[str], seeds: int | None, parallel: int | None, made: Pat
     check_parallel(parallel)
     for recipe in recipes:
         file, keys = folder / f"{recipe}.csv", keys_of(recipe, seeds)
-        for runs_dir in filter(Path.exists, [made or Path(RUNS)]):
-            rows.collect(runs_dir, set(keys), file)
+        rows.collect(made or Path(RUNS), set(keys), file)  # what a killed command left, too
         missing = [run for key, run in keys.items() if key not in rows.keys_in(file)]
         print(f"{recipe}: {len(keys)} runs, {len(keys) - len(missing)} of them have a row", flush=True)
         if made is None and missing:

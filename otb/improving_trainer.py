@@ -28,6 +28,7 @@ from trl import GRPOTrainer
 
 from otb.errors import RunError
 from otb.improvement import PolicyImprovement, group_scales
+from otb.loss_inputs import per_position, response_mask
 from otb.rollouts import RolloutGroups
 
 STATE = "improvement_{}.pt"  # the file in a checkpoint, one for each process: what it keeps of the batch is its own
@@ -95,7 +96,9 @@ class ImprovingTrainer(GRPOTrainer):
 
     def _has_signal(self, batches: list[dict]) -> bool:
         """Tells whether a process has an advantage that is not 0."""
-        found = torch.stack([(_per_position(batch["advantages"]) * _own(batch)).any() for batch in batches]).any()
+        found = torch.stack(
+            [(per_position(batch["advantages"]) * response_mask(batch)).any() for batch in batches]
+        ).any()
         return bool(self.accelerator.gather(found.reshape(1)).any())
 
     def _update_on(self, batches: list[dict], phi: float) -> dict[str, float]:
@@ -159,7 +162,7 @@ class ImprovingTrainer(GRPOTrainer):
     def _mean_ratio(self, batches: list[dict], log_probs: list[Tensor]) -> float:
         """Returns the mean over own tokens of all processes of the ratio to the policy that sampled the batch."""
         ratios = [
-            (new - batch["old_per_token_logps"]).exp()[_own(batch)].double()
+            (new - batch["old_per_token_logps"]).exp()[response_mask(batch)].double()
             for batch, new in zip(batches, log_probs, strict=True)
         ]
         joined = torch.cat(ratios)
@@ -196,14 +199,3 @@ class ImprovingTrainer(GRPOTrainer):
             )
         self.improvement.load_state_dict(state["window"])
         self._kept = state["batches"]
-
-
-def _own(batch: dict) -> Tensor:
-    """Returns (b, C) bool, True = own token that counts."""
-    mask = batch["completion_mask"].bool()
-    return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
-
-
-def _per_position(advantages: Tensor) -> Tensor:
-    """Returns advantages that go with every position of a response. (b,) or (b, C) -> (b, 1) or (b, C)."""
-    return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from otb.auxiliary import MultiTokenPrediction, refuse_architecture
+from otb.loss_inputs import per_position
 from otb.mtp import (
     MTPHead,
     aggregated,
@@ -145,8 +146,7 @@ class MTPTraining(TrainerCallback):
     def _policy_loss(self, of_head: Tensor, old: Tensor, inputs: dict, own: Tensor) -> Tensor:
         """Returns the clipped policy loss of the head, with the policy's own advantages and TRL's normaliser."""
         trainer, args = self.trainer, self.trainer.args
-        advantages = inputs["advantages"]
-        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        advantages = per_position(inputs["advantages"])
         reference = inputs.get(OLD, of_head.detach()) if self.options.ratio_to == "head" else old
         per_token = clipped(of_head - reference, advantages, trainer.epsilon_low, trainer.epsilon_high)
         if (rho := inputs.get("importance_sampling_ratio")) is not None:

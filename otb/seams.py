@@ -57,7 +57,6 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         ),
         Seam(GRPO, '"sampling_per_token_logps"', "in that output where vLLM sampled"),
         Seam(GRPO, '"importance_sampling_ratio"', "in that output where TRL corrects for the sampler"),
-        Seam(GRPO, '"pixel_values"', "in that output where prompts have images, which extra passes do not see"),
         Seam(GRPO, "_generate(prompts)", "extended: of what it returns, the second and third are ids and tool mask"),
         Seam(
             GRPO,
@@ -122,12 +121,18 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "model_wrapped", "the policy as several processes train it"),
         Seam(GRPO, "_metrics", "metrics of the step, from which those of the improvement update are kept apart"),
         Seam(GRPO, '"clip_ratio/region_mean"', "in them: the share of clipped tokens of a micro-batch"),
-        Seam(GRPO, '"completion_mask"', "in a micro-batch"),
-        Seam(GRPO, '"tool_mask"', "in a micro-batch where there are tools"),
         Seam(GRPO, '"advantages"', "in a micro-batch: multiplied by the weight"),
         Seam(GRPO, '"old_per_token_logps"', "in a micro-batch: what the ratio is taken to; absent, it is exactly 1"),
         Seam(GRPO, "_save_optimizer_and_scheduler(output_dir)", "extended: window and kept batch are saved beside it"),
         Seam(GRPO, "_load_optimizer_and_scheduler(checkpoint)", "extended: and read from there"),
+    ),
+    "otb/loss_inputs.py": (
+        Seam(GRPO, '"prompt_ids"', "in what TRL hands from scoring to the loss"),
+        Seam(GRPO, '"prompt_mask"', "in that"),
+        Seam(GRPO, '"completion_ids"', "in that"),
+        Seam(GRPO, '"completion_mask"', "in that"),
+        Seam(GRPO, '"tool_mask"', "in that where there are tools: False for tool tokens"),
+        Seam(GRPO, '"pixel_values"', "in that where prompts have images, which extra passes do not see"),
     ),
     "otb/mtp.py": (
         Seam(

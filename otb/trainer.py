@@ -63,6 +63,7 @@ from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
 from otb.improvement import PolicyImprovement
 from otb.improving_trainer import ImprovingTrainer
+from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, token_weight_metrics
 from otb.mismatch import mismatch_metrics
 from otb.mtp_training import MTPTraining
@@ -193,27 +194,8 @@ class OTBTrainer(ImprovingTrainer):
         self._noise = GradientNoise() if getattr(args, "measure_gradient_noise", False) else None
         logs_energy = self._noise is not None or getattr(args, "log_energy", False)
         self._needs_score_norms = "score_norms" in self._needs or logs_energy
-        if improvement is not None and auxiliary is not None:
-            raise ValueError(
-                "improvement= trains on the last batch once more, and what an auxiliary head's changes would be "
-                "measured against there has not been worked out. Use improvement=None, or auxiliary=None."
-            )
-        if args is not None:
-            needs_scores = self._needs_score_norms or baselines.needs_scores(baseline)
-            refuse_options(args, baseline, needs_scores, token_weights is not None)
-            refuse_sampler_dtype(args)
-            if improvement is not None:
-                refuse_improvement(args)
-            if lr_schedule is not None:
-                refuse_two_schedules(args, kwargs.get("optimizers"))
-            if auxiliary is not None:
-                refuse_auxiliary(args, auxiliary, kwargs.get("peft_config"), kwargs.get("optimizers"))
-            if self._noise:
-                refuse_micro_batches(args)
-        if token_weights is not None and token_weights.reads_base:
-            given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs)
-            adapter = getattr(model, "active_peft_config", None) or given.arguments.get("peft_config")
-            refuse_without_base(token_weights.signal, adapter)
+        given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
+        self._refuse_before_loading(given, auxiliary)
         # Whether the extra pass is made even where TRL makes one.
         self._own_pass = "hidden_states" in self._needs or bool(token_weights and token_weights.measure)
         # What the hooks of one step leave for those that follow; see the order above.
@@ -229,27 +211,57 @@ class OTBTrainer(ImprovingTrainer):
         self._mtp: MTPTraining | None = None
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         keep_float32_outputs(self.accelerator)
-        if token_weights is not None and token_weights.reads_base:
-            adapters.refuse_trained_base(token_weights.signal, self.accelerator.unwrap_model(self.model))
-            with self._hidden_states(token_weights.states):  # a backbone without a final norm is refused
-                pass
         if self.use_vllm:  # its engine has seeded this process with its own number, the same for every run
             set_seed(self.args.seed, device_specific=True)
-        if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
-            refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
+        self._refuse_loaded(auxiliary)
         if getattr(self.args, "sampler_dtype", None) is not None:
             self._sample_by_copy(self.args.sampler_dtype)
         if auxiliary is not None:
-            refuse_auxiliary(self.args, auxiliary, getattr(self.model, "peft_config", None))
-            self._refuse_sharding("auxiliary=", "auxiliary=None")
             self._mtp = MTPTraining(auxiliary, self, self._causal_model())
             self.add_callback(self._mtp)
+
+    def _refuse_before_loading(self, given: dict[str, Any], auxiliary: MultiTokenPrediction | None) -> None:
+        """Raises ValueError for what options alone show. given: arguments of GRPOTrainer by name."""
+        args, baseline, model = given["args"], self.baseline, given["model"]
+        if self.improvement is not None and auxiliary is not None:
+            raise ValueError(
+                "improvement= trains on the last batch once more, and what an auxiliary head's changes would be "
+                "measured against there has not been worked out. Use improvement=None, or auxiliary=None."
+            )
+        if args is not None:
+            needs_scores = self._needs_score_norms or baselines.needs_scores(baseline)
+            refuse_options(args, baseline, needs_scores, self.token_weights is not None)
+            refuse_sampler_dtype(args)
+            if self.improvement is not None:
+                refuse_improvement(args)
+            if self.lr_schedule is not None:
+                refuse_two_schedules(args, given.get("optimizers"))
+            if auxiliary is not None:
+                refuse_auxiliary(args, auxiliary, given.get("peft_config"), given.get("optimizers"))
+            if self._noise:
+                refuse_micro_batches(args)
+        if self.token_weights is not None and self.token_weights.reads_base:
+            adapter = getattr(model, "active_peft_config", None) or given.get("peft_config")
+            refuse_without_base(self.token_weights.signal, adapter)
+
+    def _refuse_loaded(self, auxiliary: MultiTokenPrediction | None) -> None:
+        """Raises ValueError for what only the model, or how it is spread over processes, shows."""
+        baseline, weights = self.baseline, self.token_weights
+        if weights is not None and weights.reads_base:
+            adapters.refuse_trained_base(weights.signal, self.accelerator.unwrap_model(self.model))
+            with self._hidden_states(weights.states):  # a backbone without a final norm is refused
+                pass
+        if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
+            refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
+        if auxiliary is not None:
+            refuse_auxiliary(self.args, auxiliary, getattr(self.model, "peft_config", None))
+            self._refuse_sharding("auxiliary=", "auxiliary=None")
         if self._needs & EXACT_NORMS:
             exact_norms.trainable(self.model)  # too many parameters are refused before the first rollout
             self._refuse_sharding(f"baseline {baselines.name_of(baseline)}", "a baseline with the proxy")
         if self._noise:
             self._refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
-        if improvement is not None:
+        if self.improvement is not None:
             self._refuse_sharding("improvement=", "improvement=None")
 
     def _refuse_sharding(self, option: str, instead: str) -> None:
@@ -837,17 +849,6 @@ def refuse_micro_batches(args: GRPOConfig) -> None:
     )
 
 
-def prompts_with_responses(output: dict) -> tuple[Tensor, Tensor]:
-    """Returns token ids and attention mask (B, L), the prompt's in front. Raises ValueError for prompts with images."""
-    if "pixel_values" in output:
-        raise ValueError(
-            "The prompts have images (pixel_values), and an extra pass over token ids alone would not see them. Use a "
-            "baseline that needs no pass, such as baseline=rloo."
-        )
-    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-    return ids, torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-
-
 def proxy(output: dict, log_probs: Tensor, log_sum_sq_probs: Tensor) -> Tensor:
     """Returns w (B, C) of every position, times rho^2 where `output` has TRL's correction for the sampler."""
     w = logit_gradient_proxy(log_probs, log_sum_sq_probs)
@@ -863,12 +864,6 @@ def joined_rows(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tens
     """
     place = torch.cat([rows for rows, _ in parts]).argsort()
     return {name: joined([kept[name] for _, kept in parts], dim=1)[place] for name in parts[0][1]}
-
-
-def response_mask(output: dict) -> Tensor:
-    """Returns (B, C) bool, True = own token that counts. output: what TRL hands from scoring to the loss."""
-    mask = output["completion_mask"].bool()
-    return mask & output["tool_mask"].bool() if "tool_mask" in output else mask
 
 
 @contextmanager

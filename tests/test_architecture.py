@@ -88,7 +88,7 @@ def test_laboratory_reads_the_mathematics_and_samples_by_the_trainer_alone():
         "policies.models",
     )
     mathematics = {"otb", *(f"otb.{name}" for name in names)}
-    sampling = {"otb.trainer", "otb.tool_rollouts", "otb.baselines.none"}
+    sampling = {"otb.loss_inputs", "otb.trainer", "otb.tool_rollouts", "otb.baselines.none"}
     for path in (ROOT / "otb" / "laboratory").glob("*.py"):
         outside = {name for name in imports_of(path) if not name.startswith("otb.laboratory")}
         assert outside <= (sampling if path.name == "sampling.py" else mathematics), path.name

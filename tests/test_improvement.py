@@ -68,7 +68,7 @@ def test_shuffled_draws_from_the_xi_of_earlier_batches_alone_and_by_its_seed():
 
 
 def test_shuffled_has_the_weights_of_pipo_without_what_their_sign_says():
-    """Of 4,000 batches on a plateau: mean weights near .43, signs that agree in half of the cases of either sign."""
+    """Shows 4,000 batches on a plateau: mean weights near .43, signs that agree in half of the cases of either."""
     draw = random.Random(0)
     means = [draw.gauss(0.5, 0.1) for _ in range(4000)]
     weights = {

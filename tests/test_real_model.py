@@ -11,10 +11,10 @@ import pytest
 import torch
 from datasets import Dataset
 
+from otb.loss_inputs import prompts_with_responses
 from otb.policies.models import describe_policy, load_model
 from otb.score_norms import logit_gradient_proxy
 from otb.tasks.arithmetic import Arithmetic
-from otb.trainer import prompts_with_responses
 from tests.support.trainers import RecordingTrainer, byte_reward, config
 
 pytestmark = pytest.mark.skipif(

@@ -155,7 +155,7 @@ def test_a_run_killed_in_its_warm_start_equals_an_uninterrupted_one(tmp_path, lo
 
 
 def test_the_command_as_typed_resumes_after_sigkill(policy, uninterrupted, tmp_path):
-    """From another working directory, whose `runs` it is then. tests/test_local_sweep.py kills a typed command."""
+    """Goes on in another working directory, whose `runs` it is. tests/test_local_sweep.py kills a typed command."""
     hold = Hold(tmp_path / "hold", "row 3")
     process = commands.start(arguments(tmp_path / "runs", model__name=policy), tmp_path / "log", **hold.environment)
     hold.wait(process)

@@ -14,7 +14,7 @@ from otb.baselines.group_mean import group_mean
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.errors import RunError
-from otb.trainer import response_mask
+from otb.loss_inputs import response_mask
 from tests.support.tool_trainers import FakeSandbox, ScriptedTrainer, answer, call
 from tests.support.trainers import byte_reward, config, dataset, naive_otb_advantages, recorded
 from tests.test_recipes import composed
@@ -116,7 +116,7 @@ def test_importance_ratios_are_those_of_the_two_log_probs_clipped(tmp_path, untr
 
 
 def test_energies_carry_the_squared_ratio_as_they_do_with_vllm(tmp_path, untrained, tokenizer):
-    """At this temperature the ratios are far enough from 1 for the advantages without them to be told apart."""
+    """Samples at a temperature at which the ratios are far enough from 1 for them to be missed in the advantages."""
     usual = dict(vllm_importance_sampling_mode="token_truncate", sampler_dtype="bfloat16", temperature=0.1, max_steps=1)
     trainer = recorded(tmp_path, untrained, tokenizer, **usual)
     ((output, expected),) = trainer.batches

@@ -37,7 +37,7 @@ def made_up(baseline="otb", group_size=4, seed=0, final=0.8, task="arithmetic", 
     }
     facts = {"key": f"{task}-{baseline}-{group_size}-{seed}-{rate}", "task": task, "baseline": baseline}
     facts |= {"group_size": group_size, "prompts_per_step": 16, "learning_rate": rate, "seed": seed, "steps": 20}
-    facts |= {"overrides": "", "outcome": "finished", "libraries": "", "commit": "", "device": "cpu"}
+    facts |= {"outcome": "finished", "libraries": "", "commit": "", "device": "cpu"}
     return facts | {name: rows.joined(pd.Series(values)) for name, values in cells.items()}
 
 

@@ -45,7 +45,7 @@ def test_factors_have_mean_1_over_own_tokens_and_do_not_change_with_the_scale_of
 @pytest.mark.parametrize("signal", ["arca", "surprisal", "entropy_reduction", "divergence"])
 @pytest.mark.parametrize("normalise", ["trajectory", "running"])
 def test_rollouts_without_a_signal_are_weighted_uniformly_and_exactly(signal, normalise):
-    """As in the first step of every run with LoRA: B = 0, so that the adapter has not moved anything."""
+    """Holds in the first step of every run with LoRA: B = 0, so that the adapter has not moved anything."""
     weights = TokenWeights(signal, power=2.0, normalise=normalise)
     own = torch.arange(49) < tensor([[49], [7], [0]])
     assert torch.equal(weights.factors(torch.zeros(3, 49), own), own.float())

@@ -188,7 +188,7 @@ def test_schedule_and_count_of_steps_move_once_per_step(tmp_path, untrained, tok
 def test_update_that_moves_nothing_has_ratio_1_and_leaves_every_metric_of_the_step_alone(
     tmp_path, untrained, tokenizer
 ):
-    """At a learning rate of 0, with gradient noise and a schedule of the learning rate."""
+    """Trains at a learning rate of 0, with gradient noise and a schedule of the learning rate."""
     options = dict(learning_rate=0.0, measure_gradient_noise=True, max_steps=4, baseline=otb) | MICRO_BATCHES
 
     def run(improvement):

@@ -15,7 +15,8 @@ from otb.baselines.ob_exact import ob_exact
 from otb.baselines.otb_exact import otb_exact
 from otb.baselines.value import Value
 from otb.exact_norms import prefix_norms, sequence_norms
-from otb.trainer import BASELINE_STATE, prompts_with_responses, response_mask
+from otb.loss_inputs import prompts_with_responses, response_mask
+from otb.trainer import BASELINE_STATE
 from tests.support.trainers import byte_reward, config, dataset, recorded
 
 

@@ -14,8 +14,8 @@ from otb import OTBTrainer
 from otb.auxiliary import MultiTokenPrediction
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
+from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.mtp import predicted
-from otb.trainer import prompts_with_responses, response_mask
 from tests.support.tool_trainers import FakeSandbox, answer, call, scripted
 from tests.support.trainers import byte_reward, config, dataset
 
@@ -81,7 +81,7 @@ class Checking(OTBTrainer):
         super().__init__(*args, **kwargs)
 
     def naive_log_probs(self, batch):
-        """Of the policy and of its head, (B, C) each; the head's of the first tokens of a row by 0."""
+        """Returns those of the policy and of its head, (B, C) each; the head's of the first tokens of a row are 0."""
         ids, mask = prompts_with_responses(batch)
         model, width = self.accelerator.unwrap_model(self.model), batch["completion_ids"].shape[1]
         states = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -160,7 +160,7 @@ class Checking(OTBTrainer):
 def test_gradients_are_those_of_naive_losses_over_plain_forwards(
     tmp_path, untrained, tokenizer, auxiliary, baseline, options
 ):
-    """Of the policy and of the head, in the first and in the second update of two batches."""
+    """Compares those of the policy and of the head, in the first and in the second update of two batches."""
     options = dict(max_grad_norm=0, learning_rate=3e-3) | TWICE | options
     trainer = trained(Checking, tmp_path, untrained, tokenizer, auxiliary, baseline=baseline, **options)
     assert len(trainer.checked) == 4

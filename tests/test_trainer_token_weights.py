@@ -14,10 +14,10 @@ from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.ob_exact import ob_exact
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
+from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.rollouts import RolloutGroups
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from otb.token_weights import TokenWeights
-from otb.trainer import prompts_with_responses, response_mask
 from tests.support.tool_trainers import FakeSandbox, answer, call, scripted
 from tests.support.trainers import byte_reward, config, dataset
 

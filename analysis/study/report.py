@@ -29,7 +29,6 @@ of it is from the tiny policy (0.35 M parameters) on a CPU. Why there is a long 
 [arithmetic_long](arithmetic_long.md).
 """
 COMMANDS = {
-    "C1": "python experiments/variance.py",
     "C2": "python experiments/study.py claim_c2",
     "C3": "python experiments/study.py claim_c3_c4",
     "C4": "python experiments/study.py claim_c3_c4",

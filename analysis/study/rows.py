@@ -1,8 +1,7 @@
 """Keeps one row per finished run of the study, and makes tables of these rows that every figure of analysis/ takes.
 
 A row's key is a digest of the run's configuration, so that a command can tell what has been run, on any machine. The
-curves of a run lie in cells, numbers with blanks between them. `python -m analysis.study collect RUNS` adds the rows of
-runs that were made elsewhere, on a cluster say.
+curves of a run lie in cells, numbers with blanks between them. experiments/study.py makes the runs and adds their rows.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import numpy as np
 import pandas as pd
 from filelock import FileLock
 
-from analysis.arms import arm_name, label, shipped_baselines
+from analysis.arms import arm_name, function_name, label, shipped_baselines
+from analysis.runs.marks import FACTS
 from analysis.runs.read_run import find_runs, read_run
 from analysis.runs.rows import flat_cells
 from otb.records import WHERE_AND_HOW, is_as_before, is_one_of, write_atomically
@@ -23,10 +23,8 @@ from otb.records import WHERE_AND_HOW, is_as_before, is_one_of, write_atomically
 EVALUATED = ("evaluation_accuracy", "evaluation_own_tokens_total", "evaluation_response_length_mean")
 EVERY_STEP = ("own_tokens_total", "accuracy", "gradient_norm", "response_length_mean", "truncated")
 TIMES = ("seconds_step", "seconds_sampling", "seconds_advantages", "seconds_loss")  # of a run: medians over its steps
-FACTS = ("key", "task", "baseline", "group_size", "prompts_per_step", "learning_rate", "seed", "steps", "overrides")
+CONFIGURED = ("key", "task", "baseline", "group_size", "prompts_per_step", "learning_rate", "seed", "steps")
 MADE = ("outcome", "libraries", "commit", "device")
-# What read_run notes of a run beside its configuration.
-NOTES = ("run", "kind", "outcome", "error", "last_step", "version", "libraries", "commit", "device", "damaged_lines")
 DIGITS = 5
 ENDED = ("finished", "diverged")
 
@@ -39,24 +37,20 @@ def key_of(config: dict) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def row_of(run: Path, overrides: str = "") -> dict | None:
-    """Returns the row of a run directory; None where the run has not ended.
-
-    overrides: what its command says beside arm, group size, seed and task, such as `learning_rate=1e-3`.
-    """
+def row_of(run: Path) -> dict | None:
+    """Returns the row of a run directory; None where the run has not ended."""
     record = read_run(run, run.name)
     facts = record.facts
     if facts["outcome"] not in ENDED:
         return None
-    config = {name: value for name, value in facts.items() if name not in NOTES}
+    config = {name: value for name, value in facts.items() if name not in FACTS}
     steps, evaluations = record.steps.to_pandas(), record.evaluations.to_pandas()
     facts |= {
         "key": key_of(config),
-        "task": str(facts["task._target_"]).rsplit(".", 2)[-2],
+        "task": function_name(facts["task._target_"]),
         "baseline": arm_name(facts, shipped_baselines()),
-        "overrides": overrides,
     }
-    row = {name: facts[name] for name in (*FACTS, *MADE)}
+    row = {name: facts[name] for name in (*CONFIGURED, *MADE)}
     row |= {name: rounded(steps[name].median()) if name in steps else "" for name in TIMES}
     row["evaluation_step"] = joined(evaluations["step"])
     row |= {name: joined(evaluations[name]) for name in EVALUATED}
@@ -86,7 +80,7 @@ def keys_in(file: Path) -> set[str]:
 def read(file: Path) -> pd.DataFrame:
     """Returns the rows of a file; cells of curves are text."""
     curves = ("evaluation_step", *EVALUATED, *EVERY_STEP)
-    return pd.read_csv(file, dtype={"key": str, "overrides": str, **dict.fromkeys(curves, str)}, keep_default_na=False)
+    return pd.read_csv(file, dtype={"key": str, **dict.fromkeys(curves, str)}, keep_default_na=False)
 
 
 def add(rows: list[dict], file: Path) -> int:
@@ -99,14 +93,14 @@ def add(rows: list[dict], file: Path) -> int:
             frame = pd.DataFrame(list(new.values()))
             if known:
                 frame = pd.concat([read(file), frame.astype(object)])
-            frame = frame.sort_values(["task", "overrides", "baseline", "group_size", "learning_rate", "seed"])
+            frame = frame.sort_values(["task", "baseline", "group_size", "learning_rate", "seed"])
             write_atomically(file, frame.to_csv(index=False))
     return len(new)
 
 
-def collect(folder: Path, keys: set[str], file: Path, overrides: str = "") -> int:
+def collect(folder: Path, keys: set[str], file: Path) -> int:
     """Adds the ended runs below `folder` whose keys are among `keys`; returns how many were new."""
-    rows = [row for run in find_runs(folder) if (row := row_of(run, overrides)) is not None]
+    rows = [row for run in find_runs(folder) if (row := row_of(run)) is not None]
     return add([row for row in rows if row["key"] in keys], file)
 
 

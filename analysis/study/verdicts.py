@@ -14,17 +14,16 @@ import pandas as pd
 from analysis.arms import by_arm, label
 from analysis.group_size import by_seed, final_accuracy
 from analysis.intervals import Interval, difference, improvement, share_difference
+from analysis.report.claims import NOT_SUPPORTED, NOTHING, SUPPORTED, UNDECIDED, decide
 from analysis.stability import stability_table
 from analysis.study.rows import steps_table
 from analysis.token_consumption import consumption, saving
 
-SUPPORTED, NOT_SUPPORTED, UNDECIDED = "supported", "not supported", "undecided"
 OURS, RIVAL, SMALL, LARGE = "otb", "rloo", 4, 32
 SEEDS = 10  # of each arm, below which there is no verdict
 MATCHES = 0.02  # C3: not worse by so much accuracy
 CLAIMED_SAVING, SMALLEST_SAVING = 0.62, 0.10  # C4
 TARGETS = (0.9, 0.8, 0.95)  # C4: shares of the best final accuracy, the first decides
-SMALLEST_NOISE = 0.9  # C1: of the rival's noise
 SMALLEST_COLLAPSE = 0.2  # C2: difference of the shares of collapsed runs, and share of the rival's that must collapse
 
 Arm = tuple[str, int]
@@ -72,11 +71,6 @@ def named(arm: Arm) -> str:
     return label(*arm)
 
 
-def nothing(seeds: int = 0) -> Interval:
-    """Returns the interval of what was not measured."""
-    return Interval(np.nan, np.nan, np.nan, seeds)
-
-
 def accuracy_at_small_n(runs: Runs) -> list[Comparison]:
     """Compares final accuracies for C3: OTB at N = 4 with the rival at N = 32, then the control, then other arms."""
     theirs = (RIVAL, LARGE)
@@ -85,7 +79,7 @@ def accuracy_at_small_n(runs: Runs) -> list[Comparison]:
     verdict, why = UNDECIDED, runs.lacking(ours, theirs)
     effect = differing(runs, ours, theirs)
     if not why:
-        verdict = by_bounds(effect, above=-MATCHES, below=-MATCHES)
+        verdict = decide(effect, {"supported_above": -MATCHES, "refuted_below": -MATCHES})[0]
         matched = differing(runs, control, theirs)
         if verdict == SUPPORTED and matched.low > -MATCHES:
             why = f"empty: {named(control)} matches {named(theirs)} as well, {matched}"
@@ -105,7 +99,7 @@ def accuracy_at_small_n(runs: Runs) -> list[Comparison]:
 def differing(runs: Runs, ours: Arm, theirs: Arm) -> Interval:
     """Returns the difference of final accuracies, paired by seed."""
     if not {ours, theirs} <= runs.finals.keys():
-        return nothing()
+        return NOTHING
     return difference(runs.finals[ours], runs.finals[theirs])
 
 
@@ -115,13 +109,6 @@ def improvement_text(runs: Runs, ours: Arm, theirs: Arm) -> str:
         return ""
     values = [np.array(list(runs.finals[arm].values())) for arm in (ours, theirs)]
     return f"probability of improvement {improvement(*values)}"
-
-
-def by_bounds(effect: Interval, above: float, below: float) -> str:
-    """Returns supported where the interval lies above one bound, not supported where it lies below the other."""
-    if effect.low > above:
-        return SUPPORTED
-    return NOT_SUPPORTED if effect.high < below else UNDECIDED
 
 
 def tokens_saved(runs: Runs) -> list[Comparison]:
@@ -161,7 +148,7 @@ def saving_verdict(against_large: Interval, against_small: Interval) -> str:
 def saved(runs: Runs, ours: Arm, theirs: Arm, target: float) -> Interval:
     """Returns the share of their tokens to the target that ours saves."""
     if not {ours, theirs} <= runs.finals.keys():
-        return nothing()
+        return NOTHING
     return saving(consumption(runs.of(ours), target), consumption(runs.of(theirs), target))
 
 
@@ -197,28 +184,3 @@ def collapse_verdict(effect: Interval, rival: tuple[int, int]) -> tuple[str, str
     if effect.low > 0 and effect.estimate >= SMALLEST_COLLAPSE:
         return SUPPORTED, ""
     return (NOT_SUPPORTED, "") if effect.high < SMALLEST_COLLAPSE else (UNDECIDED, "")
-
-
-def noise_lowered(task: str, noise: pd.DataFrame) -> list[Comparison]:
-    """Compares the noise of the true gradient for C1.
-
-    noise: stage, estimator, group_size, relative_noise, relative_noise_low, relative_noise_high, prompts, policies.
-    """
-    ours = noise[noise.estimator == OURS].sort_values(["group_size", "stage"])
-    deciding = ours[ours.group_size.isin([SMALL, LARGE])]
-    verdict, why = UNDECIDED, ""
-    if len(deciding) < 6:
-        why = "not all stages were measured at N = 4 and at N = 32"
-    elif (deciding.relative_noise_high < 1).all() and (deciding.relative_noise <= SMALLEST_NOISE).all():
-        verdict = SUPPORTED
-    elif (deciding.relative_noise_low > SMALLEST_NOISE).any():
-        verdict = NOT_SUPPORTED
-    comparisons = []
-    worst = deciding.relative_noise.idxmax() if len(deciding) else None
-    for place, row in zip(ours.index, ours.to_dict("records"), strict=True):
-        estimate, low, high = (float(row[f"relative_noise{end}"]) for end in ("", "_low", "_high"))
-        effect = Interval(estimate, low, high, int(row["policies"]))
-        what = f"{named((OURS, int(row['group_size'])))}, {row['stage']}: noise over that of {label(RIVAL)}"
-        spoken = (verdict, why) if place == worst else ("", "")
-        comparisons.append(Comparison("C1", task, what, effect, *spoken))
-    return sorted(comparisons, key=lambda comparison: not comparison.verdict)

@@ -6,8 +6,9 @@ import torch
 
 from otb.baselines.none import none
 from otb.laboratory.scores import Rollout
+from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.tool_rollouts import ToolTrainer
-from otb.trainer import OTBConfig, prompts_with_responses, response_mask
+from otb.trainer import OTBConfig
 
 
 class Sampler:

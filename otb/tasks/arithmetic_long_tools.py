@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from otb.tasks.arithmetic_long import LARGEST_DIGIT, ArithmeticLong, Demonstrator, Terms, terms_of
-from otb.tasks.python_tool import MIN_TURNS, PythonTool
+from otb.tasks.arithmetic_tools import ArithmeticTools, replies, says
 
 CALL_RATE = 0.06  # per step
 TERMS_OF_A_CALL = (3, 5)
@@ -20,29 +20,14 @@ SLIP_RATES = {"careful": 0.005, "careless": 0.06}  # per step in the head
 
 
 @dataclass(frozen=True)
-class ArithmeticLongTools(ArithmeticLong):
-    """The problems of `ArithmeticLong` with a Python tool.
-
-    max_completion_length: own and tool tokens together. max_turns: assistant turns; the last one can only answer.
-    Everything else as in `Arithmetic`.
-    """
+class ArithmeticLongTools(ArithmeticLong, ArithmeticTools):
+    """The problems of `ArithmeticLong` with the tool of `ArithmeticTools`; arguments as there."""
 
     eval_prompts: int = 64
     max_completion_length: int = 512
     max_turns: int = 6
 
     name: ClassVar[str] = "arithmetic_long_tools"
-    environment: ClassVar[type | None] = PythonTool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_turns < MIN_TURNS:
-            raise ValueError(f"max_turns={self.max_turns} must be at least {MIN_TURNS}. Try max_turns=6.")
-
-    def demonstrations(self, seed: int, n: int, noise: float = 1.0) -> list[list[dict]]:
-        """Returns demonstrations as `Arithmetic` does, with a notice of tools in front and Python's replies between."""
-        tools = {"role": "system", "content": "<tools>"}
-        return [[tools, *chat] for chat in super().demonstrations(seed, n, noise)]
 
     def _demonstrate(self, problem: str, draw: random.Random, noise: float) -> list[dict]:
         return ToolDemonstrator(draw, noise).solve(terms_of(problem))
@@ -71,9 +56,8 @@ class ToolDemonstrator(Demonstrator):
         digits = [digit for _, digit in left[:count]]
         if self.draw.random() < MISTYPE_RATE * self.noise:
             digits[self.draw.randrange(count)] = self.draw.randint(1, LARGEST_DIGIT)
-        function = {"name": "python", "arguments": {"code": f"print({'+'.join(map(str, [total, *digits]))})"}}
+        code = f"print({'+'.join(map(str, [total, *digits]))})"
         total += sum(digits)
-        called = {"role": "assistant", "content": self.text, "tool_calls": [{"type": "function", "function": function}]}
-        self.said += [called, {"role": "tool", "name": "python", "content": str(total)}]
+        self.said += [says(self.text, code), replies(str(total))]
         self.text = ""
         return total, left[count:]

@@ -65,7 +65,7 @@ class ArithmeticTools(Arithmetic):
         if not sure:
             total, rambling = ramble(steps[-1], total, draw)
             text += rambling
-        return [_says(f"{text}\\boxed{{{total}}}")]
+        return [says(f"{text}\\boxed{{{total}}}")]
 
 
 def _by_python(text: str, expression: str, draw: random.Random, noise: float) -> list[dict]:
@@ -75,22 +75,24 @@ def _by_python(text: str, expression: str, draw: random.Random, noise: float) ->
         expression = f"{expression[:at]}{draw.randint(1, 9)}{expression[at + 1 :]}"
     messages = []
     if draw.random() < FORGET_RATE * noise:
-        messages += [_says(text, expression), _replies(NO_OUTPUT)]
+        messages += [says(text, expression), replies(NO_OUTPUT)]
         text = ""
     result = running_totals(expression)[-1]
-    messages += [_says(text, f"print({expression})"), _replies(str(result))]
+    messages += [says(text, f"print({expression})"), replies(str(result))]
     if draw.random() < DISTRUST_RATE * noise:
         doubtful, rambling = ramble(re.findall(r"[+-]?\d+", expression)[-1], result, draw)
-        return [*messages, _says(f"{rambling}\\boxed{{{doubtful}}}")]
-    return [*messages, _says(f"\\boxed{{{result}}}")]
+        return [*messages, says(f"{rambling}\\boxed{{{doubtful}}}")]
+    return [*messages, says(f"\\boxed{{{result}}}")]
 
 
-def _says(text: str, code: str | None = None) -> dict:
+def says(text: str, code: str | None = None) -> dict:
+    """Returns a message of the assistant, with a call of Python where there is code."""
     message = {"role": "assistant", "content": text}
     if code is None:
         return message
     return message | {"tool_calls": [{"type": "function", "function": {"name": "python", "arguments": {"code": code}}}]}
 
 
-def _replies(text: str) -> dict:
+def replies(text: str) -> dict:
+    """Returns a message of the tool."""
     return {"role": "tool", "name": "python", "content": text}

@@ -17,10 +17,10 @@ from otb.baselines import declare
 from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.rloo import rloo
 from otb.improvement import PolicyImprovement
+from otb.loss_inputs import response_mask
 from otb.schedules import LengthTriggeredDecay
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from otb.token_weights import TokenWeights
-from otb.trainer import response_mask
 from tests.support.improvement_updates import WatchedTrainer
 from tests.support.trainers import RecordingTrainer, byte_reward, config, dataset, group_gradients
 

@@ -22,12 +22,12 @@ def economize() -> None:
 
 
 def do_not_sync() -> None:
-    """Files need not reach the disk for a process that is killed: what was written outlives it."""
+    """Makes fsync do nothing: what a process has written outlives it where only the process is killed."""
     os.fsync = lambda descriptor: None
 
 
 def leave_pictures_out() -> None:
-    """With NO_PICTURES in the environment a run draws none: that takes as long as six steps, imports included."""
+    """Keeps a run with NO_PICTURES in its environment from drawing, which takes as long as six steps with imports."""
     if NO_PICTURES in os.environ:
         module = types.ModuleType("analysis.run_picture")
         module.run_picture = lambda directory: directory.path / "learning_curve.png"
