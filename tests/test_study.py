@@ -4,12 +4,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from analysis.study import rates, rows, verdicts
 from analysis.study.__main__ import main
 from analysis.study.verdicts import NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from experiments import study
+from experiments.checks import check
 from experiments.command_line import CONF
 from otb.errors import RunError
 from otb.records import WHERE_AND_HOW
@@ -128,6 +130,13 @@ def test_rates_are_found_again_and_one_that_is_missing_names_its_search(tmp_path
     assert rates.tuned_rate("arithmetic", "otb", 4, tmp_path / "rates.yaml") == 1e-3
     with pytest.raises(RunError, match="no learning rate for task=arithmetic baseline=otb group_size=32"):
         rates.tuned_rate("arithmetic", "otb", 32, tmp_path / "rates.yaml")
+
+
+def test_a_run_whose_rate_was_not_searched_for_is_refused_with_the_search_to_run():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", ["experiment=claim_c3_c4", "group_size=8"])
+    with pytest.raises(RunError, match="no learning rate for task=arithmetic baseline=otb group_size=8. Run its"):
+        check(cfg)
 
 
 # ---- verdicts

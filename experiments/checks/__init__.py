@@ -15,6 +15,7 @@ import os
 from types import SimpleNamespace
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from experiments.build import build, is_off
 from experiments.checks.methods import check_methods
@@ -49,7 +50,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     of how many.
     """
     check_whole_numbers(cfg, SMALLEST)
-    check_positive(cfg, "learning_rate", "1e-6")
+    _check_learning_rate(cfg)
     for key in ("log_energy", "measure_gradient_noise", "deterministic", "overwrite"):
         check_true_or_false(cfg, key)
     check_policy_and_task(cfg)
@@ -67,6 +68,16 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     _check_batches(cfg, processes)
     check_processes(cfg, processes)
     check_card(cfg, processes, gpu_bytes)
+
+
+def _check_learning_rate(cfg: DictConfig) -> None:
+    try:
+        check_positive(cfg, "learning_rate", "1e-6")
+    except InterpolationResolutionError as error:  # ${tuned_rate:...}; OmegaConf keeps its RunError as a context alone
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, RunError):
+            found = found.__context__
+        raise found or error from None
 
 
 def check_policy_and_task(cfg: DictConfig) -> None:
