@@ -11,6 +11,7 @@ from otb.baselines.grpo import grpo
 from otb.baselines.otb import otb
 from otb.baselines.otb_exact import otb_exact
 from otb.gradient_noise import BackwardNorms, noise_and_signal, whole_groups
+from tests.support import trainers
 from tests.support.trainers import byte_reward, config, dataset, group_gradients
 
 
@@ -58,19 +59,9 @@ class Literal(OTBTrainer):
 
 
 def trained(tmp_path, model, tokenizer, kind=Literal, baseline=otb, peft_config=None, **options):
-    options = dict(per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=2) | options
-    arguments = config(tmp_path, **(dict(measure_gradient_noise=True) | options))
-    trainer = kind(
-        model,
-        byte_reward,
-        arguments,
-        dataset(),
-        processing_class=tokenizer,
-        baseline=baseline,
-        peft_config=peft_config,
-    )
-    trainer.train()
-    return trainer
+    usual = dict(per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=2, measure_gradient_noise=True)
+    given = {"peft_config": peft_config}
+    return trainers.trained(kind, tmp_path, model, tokenizer, baseline=baseline, given=given, **(usual | options))
 
 
 @pytest.mark.parametrize(

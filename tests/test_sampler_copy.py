@@ -15,8 +15,9 @@ from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.errors import RunError
 from otb.loss_inputs import response_mask
+from tests.support import trainers
 from tests.support.tool_trainers import FakeSandbox, ScriptedTrainer, answer, call
-from tests.support.trainers import byte_reward, config, dataset, naive_otb_advantages, recorded
+from tests.support.trainers import log_probs_of, naive_otb_advantages, recorded
 from tests.test_recipes import composed
 
 MISMATCH = {"log_ppl_abs_diff_mean", "mismatch_kl", "mismatch_k3", "mismatch_chi2_token", "mismatch_chi2_seq"}
@@ -31,32 +32,15 @@ class KeepingTrainer(OTBTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        self.batches.append((output, log_probs_of(self.model, output, self.temperature)))
+        with torch.no_grad():
+            self.batches.append((output, log_probs_of(self.model, output, self.temperature)))
         return output
 
 
-def log_probs_of(model, output, temperature) -> torch.Tensor:
-    """(B, C): log pi of the responses by one plain forward in the model's precision."""
-    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
-    attention = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float() / temperature
-    width = output["completion_ids"].shape[1]
-    return logits[:, -width:].log_softmax(-1).gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)
-
-
 def trained(folder, model, tokenizer, baseline=rloo, peft_config=None, **options) -> KeepingTrainer:
-    trainer = KeepingTrainer(
-        model,
-        byte_reward,
-        config(folder, **({"sampler_dtype": "bfloat16", "max_steps": 1} | options)),
-        dataset(),
-        processing_class=tokenizer,
-        baseline=baseline,
-        peft_config=peft_config,
-    )
-    trainer.train()
-    return trainer
+    options = {"sampler_dtype": "bfloat16", "max_steps": 1} | options
+    given = {"peft_config": peft_config}
+    return trainers.trained(KeepingTrainer, folder, model, tokenizer, baseline=baseline, given=given, **options)
 
 
 LORA = LoraConfig(target_modules="all-linear", r=4, lora_alpha=8)

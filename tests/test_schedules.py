@@ -17,6 +17,7 @@ from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.errors import RunError
 from otb.schedules import LengthTriggeredDecay
+from tests.support import trainers
 from tests.support.trainers import byte_reward, config, dataset
 from tests.test_recipes import composed
 
@@ -159,17 +160,8 @@ def test_off_the_trainer_is_built_of_the_arguments_that_it_was_built_of_before()
 
 
 def trained(folder, model, tokenizer, schedule, baseline=rloo, **options) -> OTBTrainer:
-    trainer = OTBTrainer(
-        model,
-        byte_reward,
-        config(folder, **options),
-        dataset(),
-        processing_class=tokenizer,
-        baseline=baseline,
-        lr_schedule=schedule,
-    )
-    trainer.train()
-    return trainer
+    given = {"lr_schedule": schedule}
+    return trainers.trained(OTBTrainer, folder, model, tokenizer, baseline=baseline, given=given, **options)
 
 
 def rates(trainer) -> list[float]:

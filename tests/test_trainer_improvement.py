@@ -12,36 +12,26 @@ from otb.baselines.rloo import rloo
 from otb.improvement import PolicyImprovement
 from otb.schedules import LengthTriggeredDecay
 from otb.token_weights import TokenWeights
+from tests.support import trainers
 from tests.support.improvement_updates import (
     WatchedTrainer,
     clipped_gradient,
-    log_probs_of,
     own_mask,
     weights_of,
 )
-from tests.support.trainers import byte_reward, config, dataset
+from tests.support.trainers import byte_reward, config, dataset, log_probs_of
 
 # Plain gradient steps, so that what an update did to the weights is its gradient; large, so that tokens are clipped.
 SGD = dict(optim="sgd", learning_rate=3.0, max_grad_norm=0.0)
 MICRO_BATCHES = dict(per_device_train_batch_size=4, gradient_accumulation_steps=4)
 
 
-def trained(folder, model, tokenizer, improvement, *, kind=OTBTrainer, baseline=rloo, reward=byte_reward, **options):
+def trained(folder, model, tokenizer, improvement, *, kind=OTBTrainer, baseline=rloo, **options):
     methods = {name: options.pop(name) for name in ("token_weights", "lr_schedule") if name in options}
-    resume, plain = options.pop("resume", None), copy.deepcopy(model)  # before TRL replaces its forward
-    trainer = kind(
-        model,
-        reward,
-        config(folder, **options),
-        dataset(),
-        processing_class=tokenizer,
-        baseline=baseline,
-        improvement=improvement,
-        **methods,
+    given, plain = methods | {"improvement": improvement}, copy.deepcopy(model)  # before TRL replaces its forward
+    return trainers.trained(
+        kind, folder, model, tokenizer, baseline=baseline, given=given, before={"plain": plain}, **options
     )
-    trainer.plain = plain
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
 
 
 def at(trainer, weights):

@@ -16,6 +16,7 @@ from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.mtp import predicted
+from tests.support import trainers
 from tests.support.tool_trainers import FakeSandbox, answer, call, scripted
 from tests.support.trainers import byte_reward, config, dataset
 
@@ -24,18 +25,9 @@ TWICE = dict(num_iterations=2, max_steps=4)
 MICRO_BATCHES = dict(per_device_train_batch_size=8, gradient_accumulation_steps=2)
 
 
-def trained(kind, tmp_path, model, tokenizer, auxiliary, *, baseline=otb, resume=None, **options):
-    trainer = kind(
-        copy.deepcopy(model),
-        byte_reward,
-        config(tmp_path, **options),
-        dataset(),
-        processing_class=tokenizer,
-        baseline=baseline,
-        auxiliary=auxiliary,
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+def trained(kind, tmp_path, model, tokenizer, auxiliary, **options):
+    given = {"auxiliary": auxiliary}
+    return trainers.trained(kind, tmp_path, copy.deepcopy(model), tokenizer, given=given, **options)
 
 
 def flat(module) -> torch.Tensor:

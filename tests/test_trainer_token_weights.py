@@ -18,6 +18,7 @@ from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.rollouts import RolloutGroups
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from otb.token_weights import TokenWeights
+from tests.support import trainers
 from tests.support.tool_trainers import FakeSandbox, answer, call, scripted
 from tests.support.trainers import byte_reward, config, dataset
 
@@ -98,20 +99,9 @@ class Checking(OTBTrainer):
 
 
 def trained(kind, tmp_path, model, tokenizer, weights, *, baseline=rloo, peft_config=LORA, **options):
-    arguments = config(tmp_path, **options)
-    trainer = kind(
-        model,
-        byte_reward,
-        arguments,
-        dataset(),
-        processing_class=tokenizer,
-        baseline=baseline,
-        token_weights=weights,
-        peft_config=peft_config,
-    )
-    trainer.checked = []
-    trainer.train()
-    return trainer
+    given = {"token_weights": weights, "peft_config": peft_config}
+    before = {"checked": []}
+    return trainers.trained(kind, tmp_path, model, tokenizer, baseline=baseline, given=given, before=before, **options)
 
 
 MICRO_BATCHES = dict(per_device_train_batch_size=4, gradient_accumulation_steps=4)

@@ -3,19 +3,11 @@
 import torch
 
 from otb import OTBTrainer
+from tests.support.trainers import log_probs_of
 
 
 def own_mask(batch) -> torch.Tensor:
     return batch["completion_mask"].bool()
-
-
-def log_probs_of(model, batch, temperature) -> torch.Tensor:
-    """log pi (b, C) by a plain forward."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1] / temperature
-    logits = logits[:, -batch["completion_ids"].shape[1] :]
-    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
 
 
 def clipped_gradient(model, batches, phi, longest, temperature=1.0) -> torch.Tensor:

@@ -56,11 +56,8 @@ class RecordingTrainer(OTBTrainer):
 
 def group_gradients(trainer, output) -> torch.Tensor:
     """(P, n): of each prompt group of this process, the gradient of -sum_t A_t log pi_t / (group size x longest)."""
-    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
-    attention = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
     model, mask = trainer.accelerator.unwrap_model(trainer.model), output["completion_mask"]
-    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1][:, -mask.shape[1] :] / trainer.temperature
-    log_probs = logits.log_softmax(-1).gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    log_probs = log_probs_of(model, output, trainer.temperature)
     advantages = output["advantages"] if output["advantages"].dim() == 2 else output["advantages"].unsqueeze(1)
     parameters = [p for p in model.parameters() if p.requires_grad]
     losses = -(advantages * log_probs * mask).view(-1, trainer.num_generations, mask.shape[1]).mean(1).sum(-1)
@@ -102,15 +99,35 @@ def naive_otb_advantages(trainer, output) -> torch.Tensor:
     return result
 
 
-def recorded(tmp_path, model, tokenizer, *, baseline=otb, reward=byte_reward, peft_config=None, **options):
-    trainer = RecordingTrainer(
+def trained(
+    kind, folder, model, tokenizer, *, baseline=otb, reward=byte_reward, resume=None, given=None, before=None, **options
+):
+    """A trainer of a class after its training.
+
+    given: its further arguments by name. before: attributes that are set before it trains. options: of `config`.
+    """
+    trainer = kind(
         model,
         reward,
-        config(tmp_path, **options),
+        config(folder, **options),
         dataset(),
         processing_class=tokenizer,
         baseline=baseline,
-        peft_config=peft_config,
+        **(given or {}),
     )
-    trainer.train()
+    vars(trainer).update(before or {})
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
+
+
+def recorded(tmp_path, model, tokenizer, *, peft_config=None, **options):
+    return trained(RecordingTrainer, tmp_path, model, tokenizer, given={"peft_config": peft_config}, **options)
+
+
+def log_probs_of(model, batch, temperature) -> torch.Tensor:
+    """log pi (b, C) of the responses by one plain forward, in float32."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float() / temperature
+    logits = logits[:, -batch["completion_ids"].shape[1] :]
+    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
