@@ -44,7 +44,8 @@ def study(recipes: list[str], seeds: int | None, parallel: int | None, made: Pat
     check_parallel(parallel)
     for recipe in recipes:
         file, keys = folder / f"{recipe}.csv", keys_of(recipe, seeds)
-        rows.collect(made or Path(RUNS), set(keys), file)  # what a killed command left, too
+        if not keys.keys() <= rows.keys_in(file):  # a killed command may have left runs without a row
+            rows.collect(made or Path(RUNS), set(keys), file)
         missing = [run for key, run in keys.items() if key not in rows.keys_in(file)]
         print(f"{recipe}: {len(keys)} runs, {len(keys) - len(missing)} of them have a row", flush=True)
         if made is None and missing:
