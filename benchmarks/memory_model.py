@@ -114,7 +114,7 @@ def train(case: dict, base: int) -> dict:
         arguments = OTBConfig(
             output_dir=output, use_cpu=True, bf16=bfloat16, report_to="none", save_strategy="no", disable_tqdm=True,
             gradient_checkpointing=case.get("checkpointing", False), learning_rate=0.0, loss_type="dr_grpo",
-            optim="adamw_torch", num_generations=4, per_device_train_batch_size=case["forward"],
+            lean_steps=False, optim="adamw_torch", num_generations=4, per_device_train_batch_size=case["forward"],
             max_completion_length=case["response"], gradient_accumulation_steps=case["rollouts"] // case["forward"],
             steps_per_generation=case["rollouts"] // case["forward"], max_steps=2, logging_steps=1,
         )  # fmt: skip

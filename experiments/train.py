@@ -268,6 +268,7 @@ def default_options(cfg: DictConfig, directory: RunDirectory) -> dict[str, Any]:
         "log_level": "error",
         "log_level_replica": "error",
         "log_energy": cfg.log_energy,
+        "lean_steps": cfg.lean_steps,
         "measure_gradient_noise": cfg.measure_gradient_noise,
         "run_name": trackers.run_name(trackers.chosen(cfg), directory),
         "dataloader_pin_memory": on_gpu,

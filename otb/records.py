@@ -223,6 +223,7 @@ ADDED_LATER = {
     "evaluation.tasks": None,
     "geometric_ratio_band": None,
     "improvement._target_": None,
+    "lean_steps": True,  # which draws other random numbers than runs from before it, of the same distribution
     "model.attn_implementation": None,
     "model.chat_template": None,
     "model.gguf_file": None,

@@ -103,6 +103,20 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "as TRL does around passes without gradient",
         ),
     ),
+    "otb/lean_trainer.py": (
+        Seam(
+            GRPO, "_compute_loss(model, inputs)", "extended: inside it, the pass below leaves out what has no gradient"
+        ),
+        Seam(
+            GRPO,
+            "_get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep)",
+            "extended: called for chunks of rows; nothing else reads the rows before the loss's sums",
+        ),
+        Seam(GRPO, "_entropy_bonus_enabled", "an entropy bonus has a gradient where the advantage is 0"),
+        Seam(GRPO, "aux_loss_enabled", "and so has the loss of a router"),
+        Seam(GRPO, "beta", "and the KL term"),
+        Seam(GRPO, '"completion_mask"', "in a micro-batch: how long its responses are"),
+    ),
     "otb/improving_trainer.py": (
         Seam(GRPO, "_prepare_inputs(generation_batch)", "extended: new rollouts come before the improvement update"),
         Seam(GRPO, "_buffered_inputs", "the micro-batches of the last generation"),

@@ -1,9 +1,10 @@
 """OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`.
 
 No method of TRL is copied. Those below are extended: each does its part and calls the next class by super(). A training
-step of a run goes through six classes: Run (experiments.run_trainer.RunTrainer) > Tool (otb.tool_rollouts.ToolTrainer)
-> OTB (OTBTrainer, here) > Improving (otb.improving_trainer.ImprovingTrainer) > GRPO (trl.GRPOTrainer) > HF
-(transformers.Trainer). The order of one step, each line with the classes that take part in it:
+step of a run goes through seven classes: Run (experiments.run_trainer.RunTrainer) > Tool
+(otb.tool_rollouts.ToolTrainer) > OTB (OTBTrainer, here) > Lean (otb.lean_trainer.LeanTrainer) > Improving
+(otb.improving_trainer.ImprovingTrainer) > GRPO (trl.GRPOTrainer) > HF (transformers.Trainer). The order of one step,
+each line with the classes that take part in it:
 
     training_step                              Run > OTB > GRPO   once per micro-batch
       _prepare_inputs                          OTB > Improving > GRPO  the next micro-batch, after making new ones:
@@ -11,20 +12,21 @@ step of a run goes through six classes: Run (experiments.run_trainer.RunTrainer)
           _generate                            Tool > OTB > GRPO  prompts -> responses; counts their tokens
             _generate_single_turn              Tool > OTB > GRPO  one turn of every unfinished rollout
             _get_tool_suffix_ids               Tool > GRPO        the reply to a tool call
-          _get_per_token_logps_and_entropies   OTB > Improving > GRPO  a no-grad pass, here with log sum pi^2
+          _get_per_token_logps_and_entropies   OTB > Lean > Improving > GRPO  a pass, here with log sum pi^2
           _calculate_rewards                   OTB > GRPO         rewards, which are kept
           _replace_advantages                  OTB                pack, measure, baseline, advantages, weights, unpack
             _log_rollouts                      Run > OTB          metrics of the rollouts
         _improve                               Improving          an optimizer step on the batch before, if asked for
-      _compute_loss                            OTB > GRPO         with the auxiliary head's, then the backward pass
+      _compute_loss                            OTB > Lean > GRPO  with the auxiliary head's, then the backward pass
+        _get_per_token_logps_and_entropies     OTB > Lean > Improving > GRPO  its forward, or what the pass above kept
     _get_grad_norm                             Run > OTB > HF     once per optimizer step, before it
     _maybe_log_save_evaluate                   Run > HF           samples, evaluation, checkpoint
       log                                      Run > GRPO         the metrics row
 
 TRL makes the pass for log-probabilities of its own only where its loss needs one; `_measured` makes one otherwise, and
-only if the baseline declares that it needs it, or token weights do. The state of what learns, a baseline or the mean of
-running weights, goes into every checkpoint beside the optimizer's. otb/seams.py lists every private name of TRL
-that this relies on.
+only if the baseline declares that it needs it, or token weights do; where it can, the loss takes that pass instead of
+one of its own (`lean_steps`). The state of what learns, a baseline or the mean of running weights, goes into every
+checkpoint beside the optimizer's. otb/seams.py lists every private name of TRL that this relies on.
 
 Methods beside the baseline, each off unless asked for, live in files of their own and touch the step in one place:
 `lr_schedule` (otb/schedules.py) sees the lengths in `_log_rollouts`; `token_weights` (otb/token_weights.py) multiply
@@ -43,7 +45,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,7 +64,8 @@ from otb.baselines import StatefulBaseline
 from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
 from otb.improvement import PolicyImprovement
-from otb.improving_trainer import ImprovingTrainer
+from otb.lean_sampling import sampling_in_stages
+from otb.lean_trainer import CHUNKS, KeptPass, LeanTrainer, chunks, in_order
 from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, token_weight_metrics
 from otb.mismatch import mismatch_metrics
@@ -84,7 +87,6 @@ from otb.token_weights import OF_THE_BASE, TokenWeights, refuse_without_base, re
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LENGTH_CHUNKS = 4  # batches of the extra pass, by length; more would save little padding and make its matrices small
 EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})
 BASELINE_STATE = "baseline.pt"  # the file in a checkpoint that holds the state of a baseline that learns
 TOKEN_WEIGHTS_STATE = "token_weights.pt"  # and of token weights with normalise="running"
@@ -122,6 +124,13 @@ class OTBConfig(GRPOConfig):
         default=None,
         metadata={"help": "Rollouts that transformers' generate samples at a time; None: all of a turn."},
     )
+    lean_steps: bool = field(
+        default=True,
+        metadata={
+            "help": "Leave out what changes nothing but rounding: padding, a second forward and backwards of 0 "
+            "(otb/lean_trainer.py), rollouts that have ended (otb/lean_sampling.py). False: every pass as TRL makes it."
+        },
+    )
     geometric_ratio_band: tuple[float, float] | None = field(
         default=None,
         metadata={
@@ -149,7 +158,7 @@ class OTBConfig(GRPOConfig):
             )
 
 
-class OTBTrainer(ImprovingTrainer):
+class OTBTrainer(LeanTrainer):
     """A drop-in for `trl.GRPOTrainer` whose advantages come from `baseline`.
 
     Args:
@@ -341,14 +350,20 @@ class OTBTrainer(ImprovingTrainer):
             self.baseline.update(rollouts)
 
     def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
-        at_once = getattr(self.args, "rows_per_generation", None) or len(prompt_ids)
-        if self.use_vllm or images is not None or at_once >= len(prompt_ids):
+        if self.use_vllm or images is not None:
             return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+        at_once = getattr(self.args, "rows_per_generation", None) or len(prompt_ids)
         completion_ids: list = []
-        for first in range(0, len(prompt_ids), at_once):  # generate returns no log-probs
-            chunk = prompt_ids[first : first + at_once]
-            completion_ids += super()._generate_single_turn(chunk, images, *args, **kwargs)[0]
+        with self._lean_sampling():
+            for first in range(0, len(prompt_ids), at_once):  # generate returns no log-probs
+                chunk = prompt_ids[first : first + at_once]
+                completion_ids += super()._generate_single_turn(chunk, images, *args, **kwargs)[0]
         return completion_ids, None
+
+    def _lean_sampling(self) -> AbstractContextManager:
+        if not getattr(self.args, "lean_steps", False) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return nullcontext()
+        return sampling_in_stages(self.accelerator.unwrap_model(self.model))
 
     def _drop_mismatched(self, output: dict, low: float, high: float) -> None:
         """Takes the rollouts of which the geometric mean ratio leaves the band out of the loss and of all sums.
@@ -435,7 +450,7 @@ class OTBTrainer(ImprovingTrainer):
         measured: dict = {"reduced": {}, "totals": {}}
         if "hidden_states" in self._needs:
             parts: list[tuple[Tensor, dict, dict]] = []
-            probabilities = self._extra_pass(output, parts)
+            probabilities = self._extra_pass(output, parts, keep=True)
             measured["reduced"] = joined_rows([(rows, kept) for rows, kept, _ in parts])
             measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
         elif self._needs_score_norms or self._own_pass:
@@ -476,61 +491,100 @@ class OTBTrainer(ImprovingTrainer):
             # Under LoRA the reference model's pass runs through the same model: only identity tells them apart.
             if log_probs is output.get("old_per_token_logps"):
                 return log_probs, log_sum_sq_probs
-        return self._extra_pass(output)
+        return self._extra_pass(output, keep=True)
 
-    def _extra_pass(self, output: dict, reduced: list | None = None) -> tuple[Tensor, Tensor]:
-        """Makes a forward without gradient in which rollouts of similar length stand together.
+    def _extra_pass(self, output: dict, reduced: list | None = None, keep: bool = False) -> tuple[Tensor, Tensor]:
+        """Makes a forward in which rollouts of similar length stand together.
 
         A padded batch is mostly padding where lengths differ; sorting it takes a third off this pass and more.
         reduced: receives (rows of the batch, kept, totals) of each chunk, what the baseline's `reduce` returned for it.
-        -> log pi and log sum pi^2 (B, C).
+        keep: let the loss take this pass, if it can. -> log pi and log sum pi^2 (B, C), without gradient.
         """
         ids, attention_mask = prompts_with_responses(output)
-        prompt_width = output["prompt_ids"].size(1)
+        prompt_width, width_of_all = output["prompt_ids"].size(1), output["completion_ids"].size(1)
         lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
-        rows_per_chunk = min(self.args.per_device_train_batch_size, -(-len(ids) // LENGTH_CHUNKS))
-        log_probs = torch.zeros(output["completion_ids"].shape, device=ids.device)
-        log_sum_sq_probs = torch.zeros_like(log_probs)
-        checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        self._scoring, self._watched = True, torch.zeros_like(log_probs)
-        with torch.no_grad(), checkpointing_off, without_dropout(self.model):
-            for rows in lengths.argsort().split(rows_per_chunk):
+        keep = keep and self.token_weights is None and self._can_keep_pass(output)
+        learns = torch.zeros_like(lengths, dtype=torch.bool)
+        if keep:
+            learns = self._may_learn(OwnTokens(response_mask(output)))
+        most = max(CHUNKS, -(-len(ids) // self.args.per_device_train_batch_size))
+        parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        self._scoring, self._watched = True, torch.zeros(output["completion_ids"].shape, device=ids.device)
+        with self._as_measurement(keep):
+            for rows, with_gradient in chunks(lengths, learns, torch.ones_like(learns), most):
                 width = max(1, int(lengths[rows[-1]]))
                 chunk = slice(prompt_width + width)
                 part = (ids[rows, chunk], attention_mask[rows, chunk], width)
-                with self._hidden_states("post_norm" if reduced is not None else None) as hidden_states:
-                    probabilities, watched = self._watched_pass(*part)
-                log_probs[rows, :width], log_sum_sq_probs[rows, :width] = probabilities
+                states = "post_norm" if reduced is not None else None
+                with torch.set_grad_enabled(with_gradient), self._hidden_states(states) as hidden_states:
+                    passed, watched = self._watched_pass(*part, compute_entropy=keep)
+                parts.append((rows, passed))
                 if watched is not None:
                     self._watched[rows, :width] = watched
                 if reduced is not None:
-                    states = self._token_states(output, rows, hidden_states.pop()[:, -width - 1 : -1], *probabilities)
-                    reduced.append((rows, *cast(StatefulBaseline, self.baseline).reduce(states)))
-        return log_probs, log_sum_sq_probs
+                    probabilities = [values.detach() for values in passed[:2]]
+                    predicting = hidden_states.pop()[:, -width - 1 : -1].detach()
+                    token_states = self._token_states(output, rows, predicting, *probabilities)
+                    reduced.append((rows, *cast(StatefulBaseline, self.baseline).reduce(token_states)))
+        log_probs, log_sum_sq_probs, *entropies = in_order(parts, width_of_all)
+        if keep:
+            self._keep_pass(output, KeptPass(log_probs, entropies[0], learns))
+        return log_probs.detach(), log_sum_sq_probs.detach()
 
-    def _watched_pass(self, ids: Tensor, attention_mask: Tensor, width: int):
+    def _may_learn(self, own: OwnTokens) -> Tensor:
+        """Tells which rollouts of a lone process will have an advantage that is not 0, -> (B,) bool, by a guess.
+
+        The baseline is asked with 1 in the place of the norms that are not known yet: where rewards are equal, it is 0
+        or not whatever they are. What was not foreseen costs a second forward, and what was foreseen in vain a graph.
+        """
+        if baselines.carries_state(self.baseline):
+            return torch.ones(len(own.mask), dtype=torch.bool, device=own.mask.device)
+        ones = self._in_groups(own.own.float())
+        rollouts = RolloutGroups(
+            self._in_groups(self._summed_rewards()),
+            self._in_groups(own.lengths),
+            score_norms=ones,
+            sequence_norms=ones.sum(-1),
+            prefix_norms=ones.cumsum(-1),
+        )
+        advantages = advantages_of(rollouts, self.baseline(rollouts))
+        return advantages.ne(0).any(-1).flatten()
+
+    @contextmanager
+    def _as_measurement(self, keep: bool) -> Iterator[None]:
+        """Makes passes inside draw no dropout and keep nothing for a backward. keep: leaves them as they are."""
+        if keep:
+            yield
+            return
+        checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with checkpointing_off, without_dropout(self.model):
+            yield
+
+    def _watched_pass(self, ids: Tensor, attention_mask: Tensor, width: int, compute_entropy: bool):
         """Makes the forward of one chunk, and one of the base where token weights compare the policy with it.
 
-        -> (log pi, log sum pi^2), and what the signal of the weights is made of or None: each (b, width).
+        -> log pi, log sum pi^2 and, if asked for, entropies; what the signal of the weights is made of or None: each
+        (b, width).
         """
         measure = self.token_weights.measure if self.token_weights else ""
         states = self.token_weights.states if self.token_weights and measure == "residuals" else None
         part = (ids, attention_mask)
         with self._hidden_states(states) as of_policy:
             _, entropies, _ = self._get_per_token_logps_and_entropies(
-                self.model, *part, width, compute_entropy=measure == "entropies"
+                self.model, *part, width, compute_entropy=compute_entropy or measure == "entropies"
             )
-        log_probs, _ = probabilities = self._passes.pop()
+        log_probs, log_sum_sq_probs = self._passes.pop()
+        passed = (log_probs, log_sum_sq_probs, *([entropies] if compute_entropy else []))
         if measure not in OF_THE_BASE:
-            return probabilities, {"log_probs": log_probs, "entropies": entropies}.get(measure)
+            return passed, {"log_probs": log_probs, "entropies": entropies}.get(measure)
         without_adapter = adapters.disabled(self.accelerator.unwrap_model(self.model))
         with without_adapter, self._hidden_states(states) as of_base:
             scored = width if states is None else 1  # hidden states need no LM head
             of_base_log_probs, *_ = super()._get_per_token_logps_and_entropies(self.model, *part, scored)
         if states is None:
-            return probabilities, log_probs - of_base_log_probs
+            return passed, log_probs - of_base_log_probs
         predicting = slice(-width - 1, -1)
-        return probabilities, residuals(of_policy.pop()[:, predicting], of_base.pop()[:, predicting])
+        return passed, residuals(of_policy.pop()[:, predicting], of_base.pop()[:, predicting])
 
     def _signals_and_factors(self, own: OwnTokens, watched: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Returns signals (B, T) and factors (B, T or 1) of the token weights; None for what there is not.

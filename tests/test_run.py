@@ -23,7 +23,7 @@ def test_default_run_lifts_held_out_accuracy_by_a_quarter_and_leaves_a_picture(t
     (directory,) = run_directories(tmp_path)
     assert directory.relative_to(tmp_path) == Path("arithmetic-tiny/otb-n4-seed0")
     evaluations = rows(directory / "evaluations.jsonl")
-    assert 0.4 <= evaluations[0]["accuracy"] <= 0.6
+    assert 0.35 <= evaluations[0]["accuracy"] <= 0.55  # .45, from 512 samples: four standard errors are .1
     assert [row["step"] for row in evaluations] == [0, 20]
     assert evaluations[-1]["accuracy"] >= evaluations[0]["accuracy"] + 0.25
     assert [row["step"] for row in rows(directory / "metrics.jsonl")] == list(range(1, 21))

@@ -18,7 +18,10 @@ from otb.records import WHERE_AND_HOW, is_as_before, is_one_of
 
 AXES = ("baseline", "group_size", "seed")
 # What changes neither the policy nor what is measured of it. Runs of different `steps` share a setting and are marked.
-NO_SETTING = (*WHERE_AND_HOW, *AXES, "deterministic", "hydra", "log_energy", "measure_gradient_noise")
+NO_SETTING = (
+    *(*WHERE_AND_HOW, *AXES, "hydra"),
+    *("deterministic", "lean_steps", "log_energy", "measure_gradient_noise"),
+)
 FACTS = ("run", "kind", "outcome", "error", "last_step", "version", "libraries", "commit", "device", "damaged_lines")
 MARKS = ("arm", "setting", "left_out", "marks")
 

@@ -51,7 +51,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     """
     check_whole_numbers(cfg, SMALLEST)
     _check_learning_rate(cfg)
-    for key in ("log_energy", "measure_gradient_noise", "deterministic", "overwrite"):
+    for key in ("log_energy", "measure_gradient_noise", "lean_steps", "deterministic", "overwrite"):
         check_true_or_false(cfg, key)
     check_policy_and_task(cfg)
     check_held_out(cfg)

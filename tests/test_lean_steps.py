@@ -1,0 +1,247 @@
+"""Lean steps: fewer rows, less padding and one forward less, and the same gradients, metrics and distribution."""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import GenerationConfig
+from trl import GRPOTrainer
+
+from otb import trainer as otb_trainer
+from otb.baselines.energy_probe import EnergyProbe
+from otb.baselines.none import none
+from otb.baselines.otb import otb
+from otb.baselines.rloo import rloo
+from otb.lean_sampling import SHARED_TOKENS, generate_in_stages
+from otb.lean_trainer import chunks, in_order, learning_rows
+from otb.tasks.arithmetic import Arithmetic
+from tests.support.trainers import recorded
+
+MOVING = ("step_time", "seconds", "runtime", "per_second", "total_flos")
+
+
+def logged(trainer) -> list[dict]:
+    """What was logged of each step, without times."""
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    return [{name: value for name, value in row.items() if not any(part in name for part in MOVING)} for row in rows]
+
+
+@pytest.fixture
+def rows_read(monkeypatch) -> dict[bool, int]:
+    """Counts the rollouts of the forwards of scoring and loss, by whether a gradient can flow through them."""
+    rows, original = {True: 0, False: 0}, GRPOTrainer._get_per_token_logps_and_entropies
+
+    def counting(self, model, input_ids, *args, **kwargs):
+        rows[torch.is_grad_enabled()] += len(input_ids)
+        return original(self, model, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counting)
+    return rows
+
+
+@pytest.fixture
+def same_rollouts(monkeypatch) -> None:
+    monkeypatch.setattr(otb_trainer, "sampling_in_stages", lambda model: nullcontext())
+
+
+own_tail = partial(otb, tail="own")  # without it the last tokens of a group's longest rollout always have an advantage
+CASES = {
+    "otb": (otb, {}),
+    "otb, own tail": (own_tail, {}),
+    "rloo": (rloo, {}),
+    "none": (none, {}),
+    "one that learns": (EnergyProbe(), {}),
+    "otb, token mean": (otb, {"loss_type": "dapo"}),
+    "rloo, mean of rollouts": (rloo, {"loss_type": "grpo"}),
+    "otb in micro-batches": (otb, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}),
+    "rloo, two updates": (rloo, {"num_iterations": 2, "max_steps": 4}),
+    "otb, two updates": (own_tail, {"num_iterations": 2, "max_steps": 4}),
+    "otb, truncated ones masked": (otb, {"mask_truncated_completions": True}),
+    "otb, tokens of high entropy": (otb, {"top_entropy_quantile": 0.5}),
+    "otb, lora": (otb, {"peft_config": LoraConfig(target_modules="all-linear", r=4, lora_alpha=8)}),
+    "otb, lora with dropout": (
+        own_tail,
+        {"peft_config": LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "dropout" not in name])
+def test_a_lean_step_has_the_gradient_and_the_metrics_of_a_plain_one(
+    tmp_path, untrained, tokenizer, same_rollouts, case
+):
+    """By SGD, whose steps are as exact as gradients: Adam makes a full step of what is rounding alone."""
+    baseline, options = CASES[case]
+    options = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1} | options
+    lean, plain = (
+        recorded(tmp_path / str(on), copy.deepcopy(untrained), tokenizer, baseline=baseline, lean_steps=on, **options)
+        for on in (True, False)
+    )
+    assert len(logged(plain)) == options["max_steps"]
+    for mine, theirs in zip(logged(lean), logged(plain), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    for mine, theirs in zip(lean.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def constant_first_groups(completions, **columns) -> list[float]:
+    """Half of the groups of 4 get the same reward everywhere, 1, which teaches nothing."""
+    return [1.0 if (row // 4) % 2 else float(row % 2) for row in range(len(completions))]
+
+
+@pytest.mark.parametrize(
+    ("case", "with_gradient", "without"),
+    [
+        ("otb, own tail", 8, 8),  # of 16 rollouts, each read once: for its score norms and for the loss
+        ("rloo", 8, 8),
+        ("none", 12, 4),  # only a reward of 0 has no advantage
+        ("one that learns", 16, 0),
+        ("otb, lora with dropout", 8, 8 + 16),  # score norms are measured without dropout: a forward of their own
+        ("otb, two updates", 16, 16 + 16),  # TRL's pass, then two losses of which the second has other weights
+    ],
+)
+def test_each_rollout_is_read_once_and_with_gradient_only_where_it_has_one(
+    tmp_path, untrained, tokenizer, rows_read, case, with_gradient, without
+):
+    baseline, options = CASES[case]
+    options = {"max_steps": options.get("num_iterations", 1)} | {k: v for k, v in options.items() if k != "max_steps"}
+    options |= {"baseline": baseline, "reward": constant_first_groups, "lean_steps": True}
+    recorded(tmp_path, untrained, tokenizer, **options)
+    assert rows_read == {True: with_gradient, False: without}
+
+
+def test_without_anything_to_learn_a_step_has_no_gradient_and_does_not_fail(tmp_path, untrained, tokenizer):
+    options = {"baseline": own_tail, "reward": lambda completions, **_: [1.0] * len(completions), "lean_steps": True}
+    trainer = recorded(tmp_path, untrained, tokenizer, **options)
+    assert [row["grad_norm"] for row in logged(trainer)] == [0.0, 0.0]
+
+
+def test_what_the_loss_reads_beside_advantages_keeps_every_row(tmp_path, untrained, tokenizer, rows_read):
+    """A KL term has a gradient where the advantage is 0: 16 rows of the loss, of the reference and of score norms."""
+    recorded(tmp_path, untrained, tokenizer, reward=constant_first_groups, max_steps=1, beta=0.1, lean_steps=True)
+    assert rows_read == {True: 16, False: 32}
+
+
+def test_chunks_hold_every_wanted_rollout_once_by_length_and_apart_by_gradient():
+    lengths = torch.tensor([5, 1, 9, 3, 7, 2, 8, 4])
+    learns = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1]).bool()
+    wanted = torch.tensor([1, 1, 1, 1, 1, 0, 1, 1]).bool()
+    found = [(rows.tolist(), with_gradient) for rows, with_gradient in chunks(lengths, learns, wanted, most=4)]
+    assert found == [([3, 7], True), ([0, 6], True), ([2], True), ([1, 4], False)]
+
+
+def test_rows_come_back_in_order_with_zeros_behind_their_own_width_and_with_gradients():
+    first, second = torch.ones(2, 3, requires_grad=True), torch.full((1, 2), 2.0)
+    parts = [(torch.tensor([2, 0]), (first * torch.tensor([[1.0], [3.0]]),)), (torch.tensor([1]), (second,))]
+    (values,) = in_order(parts, 4)
+    assert values.tolist() == [[3, 3, 3, 0], [2, 2, 0, 0], [1, 1, 1, 0]]
+    values.sum().backward()
+    assert first.grad.tolist() == [[1, 1, 1], [3, 3, 3]]
+
+
+def test_an_advantage_of_nan_learns_and_one_on_padding_does_not():
+    batch = {
+        "completion_mask": torch.tensor([[1, 1], [1, 0], [1, 1]]),
+        "advantages": torch.tensor([[0.0, torch.nan], [0.0, 5.0], [0.0, 0.0]]),
+    }
+    assert learning_rows(batch).tolist() == [True, False, False]
+    assert learning_rows(batch | {"advantages": torch.zeros(3)}).tolist() == [False, True, False]  # the shortest
+
+
+# ---- sampling in stages
+
+
+ENDS = list(range(0, 480, 16))  # tokens that end a response: of random weights it is one in 16
+
+
+@pytest.fixture
+def chaotic(untrained, tokenizer):
+    """A policy that is far from uniform and never settles, so that responses end at all lengths."""
+    with torch.no_grad():
+        for parameter in untrained.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+    return untrained.eval(), tokenizer
+
+
+def prompts_of(tokenizer, count: int, copies: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Problems of the task, each so many times, padded on the left: ids and attention mask (count * copies, L)."""
+    ids = [
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+        for row in Arithmetic().train_dataset().select(range(count))
+        for _ in range(copies)
+    ]
+    width = max(map(len, ids))
+    padded = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+    return padded, mask
+
+
+def configuration(tokenizer, **options) -> GenerationConfig:
+    defaults = dict(max_new_tokens=48, pad_token_id=tokenizer.pad_token_id, eos_token_id=ENDS)
+    return GenerationConfig(**(defaults | options))
+
+
+@pytest.fixture
+def rows_of_forwards(chaotic, monkeypatch) -> list[tuple[int, int]]:
+    """(rows, tokens) of each forward of the policy."""
+    model, _ = chaotic
+    shapes, forward = [], model.model.forward
+
+    def counting(input_ids=None, **kwargs):
+        shapes.append(tuple(input_ids.shape))
+        return forward(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(model.model, "forward", counting)
+    return shapes
+
+
+@pytest.mark.parametrize("copies", [1, 4, 32])
+@torch.no_grad()
+def test_stages_give_the_responses_of_one_generate(chaotic, rows_of_forwards, copies):
+    """The most likely responses, so that no random number takes part; 32 copies of a prompt are read as one."""
+    model, tokenizer = chaotic
+    ids, mask = prompts_of(tokenizer, 96 // copies, copies)
+    options = dict(input_ids=ids, attention_mask=mask, generation_config=configuration(tokenizer, do_sample=False))
+    whole = model.generate(**options)
+    plain = sum(rows * tokens for rows, tokens in rows_of_forwards)
+    rows_of_forwards.clear()
+    staged = generate_in_stages(model.generate, **options)
+    assert torch.equal(staged, whole)
+    assert sum(rows * tokens for rows, tokens in rows_of_forwards) < 0.8 * plain
+    shared = (len(ids) - len(ids) // copies) * ids.size(1) >= SHARED_TOKENS
+    assert rows_of_forwards[0] == ((len(ids) // copies, ids.size(1) - 1) if shared else tuple(ids.shape))
+
+
+@torch.no_grad()
+def test_tokens_are_drawn_from_the_policy_also_after_rows_have_left(chaotic):
+    """log pi + entropy of a token that is drawn from pi is 0 on average, at whatever place it stands."""
+    model, tokenizer = chaotic
+    ids, mask = prompts_of(tokenizer, 64, copies=8)
+    config = configuration(tokenizer, do_sample=True, top_k=0, top_p=1.0, temperature=1.0)
+    torch.manual_seed(0)
+    sampled = generate_in_stages(model.generate, input_ids=ids, attention_mask=mask, generation_config=config)
+    responses = sampled[:, ids.size(1) :]
+    ended = torch.isin(responses, torch.tensor(ENDS)).int()
+    own = (ended.cumsum(1) - ended) == 0
+    positions = (torch.cat([mask, own.long()], 1).cumsum(1) - 1).clamp(min=0)
+    logits = model(sampled, attention_mask=torch.cat([mask, own.long()], 1), position_ids=positions).logits
+    log_pi = logits[:, ids.size(1) - 1 : -1].log_softmax(-1)
+    surprise = log_pi.gather(-1, responses.unsqueeze(-1)).squeeze(-1) - (log_pi.exp() * log_pi).sum(-1)
+    assert 0.1 < own[:, 24:].any(1).float().mean() < 0.7  # several stages, and many that go on
+    for late in (surprise[own], surprise[:, 24:][own[:, 24:]]):
+        assert abs(late.mean()) < 4 * late.std() / len(late) ** 0.5
+    assert (responses[~own] == tokenizer.pad_token_id).all()
+
+
+@pytest.mark.parametrize("option", [{"stop_strings": ["3"]}, {"num_beams": 2}, {"use_cache": False}])
+def test_what_cannot_be_cut_into_stages_is_left_to_generate(chaotic, option):
+    _, tokenizer = chaotic
+    config, seen = configuration(tokenizer, **option), []
+    given = dict(input_ids=torch.zeros(2, 3), attention_mask=torch.ones(2, 3), generation_config=config)
+    generate_in_stages(lambda **options: seen.append(options), **given)
+    assert seen == [given]
