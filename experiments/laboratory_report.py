@@ -11,8 +11,8 @@ from rich.table import Column, Table
 
 from analysis.laboratory import draw_all
 from otb.laboratory.estimators import Prompt
-from otb.laboratory.moments import estimator_statistics
 from otb.laboratory.proxy import proxy_quality, proxy_table
+from otb.laboratory.statistics import estimator_statistics
 
 RESULTS, MOMENTS_FILE, PROXY, TOKENS = "estimators.csv", "moments.csv", "proxy.csv", "tokens.parquet"
 

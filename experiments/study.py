@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from analysis.study import rows
 from experiments.command_line import CONF, exit_codes
+from experiments.study_noise import measure
 from experiments.sweeps.jobs import save_jobs
 from experiments.sweeps.local import LocalSweep, check_parallel
 from experiments.sweeps.plan import Composer, folder_of, plan
@@ -33,7 +34,11 @@ from otb.errors import RunError
 ROWS = CONF.parent / "docs" / "study" / "rows"
 RUNS = "runs/study"
 RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
-RECIPES = ("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32")  # in the order in which they are run
+MEASURED = "claim_c1"  # whose rows are measurements of policies, not runs
+RECIPES = (  # in the order in which they are run
+    *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32"),
+    *(MEASURED, "claim_fixed_rollouts"),
+)
 
 
 def study(recipes: list[str], seeds: int | None, parallel: int | None, made: Path | None, folder: Path) -> None:
@@ -43,7 +48,14 @@ def study(recipes: list[str], seeds: int | None, parallel: int | None, made: Pat
     """
     check_parallel(parallel)
     for recipe in recipes:
-        file, keys = folder / f"{recipe}.csv", keys_of(recipe, seeds)
+        file = folder / f"{recipe}.csv"
+        if recipe == MEASURED:
+            with composing(recipe) as (_, sweep):
+                runs = runs_of(sweep, recipe, None)
+            if made is None:
+                measure(runs[:seeds], parallel, file, Path(RUNS))
+            continue
+        keys = keys_of(recipe, seeds)
         if not keys.keys() <= rows.keys_in(file):  # a killed command may have left runs without a row
             rows.collect(made or Path(RUNS), set(keys), file)
         missing = [run for key, run in keys.items() if key not in rows.keys_in(file)]
@@ -93,7 +105,7 @@ def runs_of(sweep: DictConfig, recipe: str, seeds: int | None) -> list[list[str]
     (batch,) = Sweeper.split_arguments(overrides, None)
 
     def seed_of(run: list[str]) -> int:
-        return next(int(override.partition("=")[2]) for override in run if override.startswith("seed="))
+        return next(int(override.partition("=")[2]) for override in run if override.split("=")[0].endswith("seed"))
 
     of_seeds = sorted({seed_of(run) for run in batch})[:seeds]
     chosen = [run for run in batch if seed_of(run) in of_seeds]

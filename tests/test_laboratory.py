@@ -22,10 +22,11 @@ from otb.baselines.rloo import rloo
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
 from otb.laboratory.estimators import Prompt, fitted, rollout_advantages, rollout_gradients, step_groups
-from otb.laboratory.moments import estimator_statistics, moments, partitions, truth
+from otb.laboratory.moments import moments, partitions, truth
 from otb.laboratory.oracle import oracle
 from otb.laboratory.proxy import correlations, proxy_quality, proxy_table, top_share
 from otb.laboratory.scores import Measured, Rollout
+from otb.laboratory.statistics import estimator_statistics
 from otb.laboratory.workers import energies, prompt_moments
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from otb.tasks.arithmetic import Arithmetic

@@ -1,5 +1,7 @@
 """The study: rows that know which run they are of, rates by the rule, verdicts by the rules, a page from csv alone."""
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,10 +9,11 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from analysis.study import noise as kept_noise
 from analysis.study import rates, rows, verdicts
 from analysis.study.__main__ import main
 from analysis.study.verdicts import NOT_SUPPORTED, SUPPORTED, UNDECIDED
-from experiments import study
+from experiments import study, study_noise
 from experiments.checks import check
 from experiments.command_line import CONF
 from otb.errors import RunError
@@ -140,6 +143,91 @@ def test_a_run_whose_rate_was_not_searched_for_is_refused_with_the_search_to_run
 
 
 # ---- verdicts
+
+
+def noise(**relative: float) -> pd.DataFrame:
+    """Measured noise of OTB relative to RLOO, named like start_4, with an interval of .03 to each side."""
+    rows = [
+        {
+            "task": "arithmetic",
+            "stage": stage,
+            "policies": verdicts.POLICIES,
+            "estimator": "otb",
+            "group_size": int(size),
+        }
+        | {"relative_noise": value, "relative_noise_low": value - 0.03, "relative_noise_high": value + 0.03}
+        for name, value in relative.items()
+        for stage, size in [name.split("_")]
+    ]
+    return pd.DataFrame(rows)
+
+
+LOW = {f"{stage}_{size}": 0.8 for stage in verdicts.STAGES for size in (4, 32)}
+
+
+@pytest.mark.parametrize(
+    ("relative", "verdict"),
+    [
+        (LOW, SUPPORTED),
+        (LOW | {"half_32": 0.95}, NOT_SUPPORTED),  # the whole interval lies above .9
+        (LOW | {"half_32": 0.92}, UNDECIDED),
+        (LOW | {"half_8": 0.95}, SUPPORTED),  # N = 4 and N = 32 speak
+    ],
+)
+def test_c1_is_decided_by_the_noisiest_stage_at_the_small_and_the_large_n(relative, verdict):
+    comparisons = verdicts.gradient_noise(noise(**relative))
+    assert spoken(comparisons) == verdict
+    judged = {name: value for name, value in relative.items() if not name.endswith("_8")}
+    assert comparisons[0].effect.estimate == max(judged.values())
+
+
+def test_c1_waits_for_every_stage_and_every_policy():
+    half = {name: value for name, value in LOW.items() if not name.startswith("end")}
+    assert verdicts.gradient_noise(noise(**half))[0][-2:] == (UNDECIDED, "end: nothing")
+    assert verdicts.gradient_noise(noise(**LOW).assign(policies=2))[0].why == "2 of 3 policies"
+
+
+def test_moments_of_a_policy_are_kept_once_and_pooled_over_policies(tmp_path):
+    """Two policies of two prompts are four prompts of the stage: the statistics are those of the four together."""
+    file = tmp_path / "claim_c1.csv"
+    made = pd.DataFrame(
+        [
+            {"prompt": prompt, "estimator": name, "group_size": 4, "power": power * (1 + prompt), "signal": 0.5}
+            | {"overlap": 0.5, "truth": 0.5, "energy": 1.0}
+            for name, power in (("rloo", 4.0), ("otb", 3.0))
+            for prompt in range(2)
+        ]
+    )
+    for seed in (1, 2, 2):
+        kept_noise.add(made, ("arithmetic", seed, "start"), file)
+    assert kept_noise.measured(file) == {("arithmetic", 1, "start"), ("arithmetic", 2, "start")}
+    found = kept_noise.relative_noise(pd.read_csv(file)).set_index("estimator")
+    assert len(pd.read_csv(file)) == 8 and list(found.prompts) == [4, 4] and list(found.policies) == [2, 2]
+    assert found.relative_noise["otb"] == pytest.approx((3 * 1.5 - 0.5) / (4 * 1.5 - 0.5))
+
+
+def test_c1_measures_what_has_no_rows_by_the_commands_that_a_user_types(tmp_path, monkeypatch):
+    typed = []
+
+    def command(name, *arguments):
+        typed.append((name, *arguments))
+        place = Path(next(a for a in arguments if a.startswith("runs_dir=")).partition("=")[2])
+        if name == "run":
+            steps = int(next(a for a in arguments if a.startswith("steps=")).partition("=")[2])
+            (place / "task" / "run" / "checkpoints" / f"step-{steps:08d}").mkdir(parents=True)
+        else:
+            (place / "variance" / "m").mkdir(parents=True)
+            row = {"prompt": 0, "estimator": "otb", "group_size": 4, "power": 1, "signal": 1, "overlap": 1, "truth": 1}
+            pd.DataFrame([row]).to_csv(place / "variance" / "m" / "moments.csv")
+
+    monkeypatch.setattr(study_noise, "typed", command)
+    monkeypatch.setattr(study, "RUNS", str(tmp_path / "runs"))
+    study.study(["claim_c1"], 1, None, None, tmp_path)
+    assert [line[0] for line in typed] == ["variance", "run", "variance", "run", "variance"]
+    assert "steps=40" in typed[1] and "steps=80" in typed[3] and typed[1][-1] == typed[3][-1]  # one run goes on
+    assert kept_noise.measured(tmp_path / "claim_c1.csv") == {("arithmetic", 1, stage) for stage in verdicts.STAGES}
+    study.study(["claim_c1"], 1, None, None, tmp_path)
+    assert len(typed) == 5
 
 
 def test_c3_is_supported_where_small_n_is_not_worse_by_two_points_and_empty_where_the_rival_does_as_well():

@@ -13,6 +13,8 @@ from analysis.learning_curves import learning_curves
 from analysis.report.markdown import markdown_table
 from analysis.stability import stability
 from analysis.study import verdicts
+from analysis.study.noise import relative_noise
+from analysis.study.noise_figure import noise_over_training
 from analysis.study.rates import chosen, scores
 from analysis.study.rows import read, steps_table
 from analysis.study.verdicts import Comparison, Runs
@@ -29,6 +31,7 @@ of it is from the tiny policy (0.35 M parameters) on a CPU. Why there is a long 
 [arithmetic_long](arithmetic_long.md).
 """
 COMMANDS = {
+    "C1": "python experiments/study.py claim_c1",
     "C2": "python experiments/study.py claim_c2",
     "C3": "python experiments/study.py claim_c3_c4",
     "C4": "python experiments/study.py claim_c3_c4",
@@ -64,12 +67,22 @@ def of_kind(rows: dict[str, pd.DataFrame], kind: str) -> pd.DataFrame:
 def all_comparisons(rows: dict[str, pd.DataFrame]) -> list[Comparison]:
     """Returns the comparisons of every claim and task that has rows."""
     found: list[Comparison] = []
+    for _, results in noise_by_task(rows):
+        found += verdicts.gradient_noise(results)
     for _, part in of_kind(rows, MAIN).groupby("task"):
         runs = Runs(part)
         found += verdicts.accuracy_at_small_n(runs) + verdicts.tokens_saved(runs)
     for _, part in of_kind(rows, "claim_c2").groupby("task"):
         found += verdicts.collapses(Runs(part))
     return found
+
+
+def noise_by_task(rows: dict[str, pd.DataFrame]) -> list[tuple[str, pd.DataFrame]]:
+    """Returns (task, noise of its estimators) of the measurements of claim C1."""
+    moments = of_kind(rows, "claim_c1")
+    if moments.empty:
+        return []
+    return [(str(task), part) for task, part in relative_noise(moments).groupby("task")]
 
 
 def table(spoken: list[Comparison]) -> pd.DataFrame:
@@ -147,6 +160,8 @@ def not_run(rows: dict[str, pd.DataFrame]) -> list[str]:
 def figures(rows: dict[str, pd.DataFrame], folder: Path) -> dict[tuple[str, str], Path]:
     """Draws one figure per claim and task; returns (claim, task) -> picture."""
     drawn: dict[tuple[str, str], Path] = {}
+    for of_task, results in noise_by_task(rows):
+        drawn["C1", of_task] = save(noise_over_training(results), folder / f"c1_{of_task}", ("png", "pdf"))[0]
     makers: list[tuple[str, str, Callable]] = [
         ("C3", MAIN, small_and_large),
         ("C4", MAIN, curves_over_tokens),

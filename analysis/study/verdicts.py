@@ -6,7 +6,7 @@ it without one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,6 +21,8 @@ from analysis.token_consumption import consumption, saving
 
 OURS, RIVAL, SMALL, LARGE = "otb", "rloo", 4, 32
 SEEDS = 10  # of each arm, below which there is no verdict
+STAGES, POLICIES = ("start", "half", "end"), 3  # C1: at which policies are measured, and how many of them
+LESS_NOISE = 0.9  # C1: noise relative to the rival's, below which it is less by an effect worth the name
 MATCHES = 0.02  # C3: not worse by so much accuracy
 CLAIMED_SAVING, SMALLEST_SAVING = 0.62, 0.10  # C4
 TARGETS = (0.9, 0.8, 0.95)  # C4: shares of the best final accuracy, the first decides
@@ -69,6 +71,41 @@ class Runs:
 def named(arm: Arm) -> str:
     """Returns what an arm is called in the tables."""
     return label(*arm)
+
+
+def gradient_noise(results: pd.DataFrame) -> list[Comparison]:
+    """Compares the noise of the true gradient for C1: OTB relative to the rival, where it is largest, then everywhere.
+
+    results: of one task, as analysis.study.noise.relative_noise returns it. The number of seeds is that of policies.
+    """
+    task = str(results.task.iloc[0])
+
+    def of(row) -> Interval:
+        return Interval(row.relative_noise, row.relative_noise_low, row.relative_noise_high, int(row.policies))
+
+    judged = results[(results.estimator == OURS) & results.group_size.isin([SMALL, LARGE])]
+    effects = [of(row) for row in judged.itertuples()]
+    worst = judged.iloc[int(np.argmax([effect.estimate for effect in effects]))]
+    lacking = [f"{stage}: nothing" for stage in STAGES if stage not in set(results.stage)]
+    if (policies := int(results.policies.min())) < POLICIES:
+        lacking.append(f"{policies} of {POLICIES} policies")
+    verdict = UNDECIDED if lacking else noise_verdict(effects)
+    what = f"{label(OURS)} relative to {label(RIVAL)} where it is noisiest: {worst.stage}, N={worst.group_size}"
+    comparisons = [Comparison("C1", task, what, of(worst), verdict, "; ".join(lacking))]
+    others: Any = results[results.estimator != RIVAL].sort_values(["group_size", "estimator"])
+    for row in others.itertuples():
+        name, size = str(row.estimator), int(row.group_size)
+        what = f"{row.stage}: {label(name, size)} relative to {label(RIVAL, size)}"
+        comparisons.append(Comparison("C1", task, what, of(row), "", ""))
+    return comparisons
+
+
+def noise_verdict(effects: list[Interval]) -> str:
+    """Returns the verdict on C1 from OTB's relative noise at every stage, at the small and at the large N."""
+    if any(effect.low > LESS_NOISE for effect in effects):
+        return NOT_SUPPORTED
+    lower = all(effect.high < 1 and effect.estimate <= LESS_NOISE for effect in effects)
+    return SUPPORTED if lower else UNDECIDED
 
 
 def accuracy_at_small_n(runs: Runs) -> list[Comparison]:

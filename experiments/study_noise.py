@@ -1,0 +1,65 @@
+"""Measures claim C1 of the study: the noise of the true gradient along the runs of conf/experiment/claim_c1.yaml.
+
+`python experiments/study.py claim_c1` calls it. A policy is measured at the start, at half and at the end of its run;
+each measurement adds its rows, one per prompt, estimator and group size, to docs/study/rows/claim_c1.csv at once. The
+run and the measurement are the commands that a user types; a killed one goes on where it was.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from analysis.study import noise
+from experiments.command_line import CONF
+from otb.errors import RunError
+
+STAGES = {"start": 0, "half": 40, "end": 80}  # steps of the run at which a policy is measured
+# The two that are compared, what OTB's gain is made of, and the rest of the main arms (docs/study/rules.md).
+ESTIMATORS = ("rloo", "otb", "otb_loo", "otb_exact", "otb_carry", "sequence_energy", "grpo", "none", "trajectory_cv")
+
+
+class Policy(NamedTuple):
+    """A policy that is measured. seed: of its warm start."""
+
+    task: str
+    seed: int
+    stage: str
+
+
+def policies(runs: list[list[str]]) -> list[Policy]:
+    """Returns the policies of the recipe, the first warm start at all its stages first. runs: overrides of each run."""
+    found = [dict(override.split("=", 1) for override in run) for run in runs]
+    return [Policy(run["task"], int(run["+model.warm_start.seed"]), stage) for run in found for stage in STAGES]
+
+
+def measure(runs: list[list[str]], parallel: int | None, file: Path, folder: Path) -> None:
+    """Measures the policies that have no rows in `file`. folder: of the runs. Raises RunError where a command fails."""
+    known = noise.measured(file)
+    missing = [policy for policy in policies(runs) if policy not in known]
+    print(f"claim_c1: {len(policies(runs))} measurements, {len(known)} of them have rows", flush=True)
+    for policy in missing:
+        of_warm_start = f"+model.warm_start.seed={policy.seed}"
+        asked = [f"task={policy.task}", of_warm_start]
+        if steps := STAGES[policy.stage]:
+            run = folder / "c1" / f"{policy.task}-{policy.seed}"
+            typed("run", "experiment=claim_c1", "baseline=rloo", *asked, f"steps={steps}", f"runs_dir={run}")
+            (checkpoint,) = run.glob(f"*/*/checkpoints/step-{steps:08d}")
+            asked.append(f"checkpoint={checkpoint}")
+        place = folder / "c1" / "-".join([policy.task, str(policy.seed), policy.stage])
+        workers = [f"workers={parallel}"] if parallel else []
+        estimators = f"estimators=[{','.join(ESTIMATORS)}]"
+        typed("variance", *asked, estimators, "oracle.prompts=0", f"runs_dir={place}", *workers)
+        (moments,) = place.glob("variance/*/moments.csv")
+        noise.add(pd.read_csv(moments), policy, file)
+
+
+def typed(command: str, *arguments: str) -> None:
+    """Runs one of the project's commands and shows what it prints. Raises RunError where it fails."""
+    line = [sys.executable, str(CONF.parent / "experiments" / f"{command}.py"), *arguments]
+    if (code := subprocess.run(line, check=False).returncode) != 0:
+        raise RunError(f"python experiments/{command}.py {' '.join(arguments)} ended with {code}; see above.")
