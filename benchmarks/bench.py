@@ -1,6 +1,6 @@
 """The benchmarks of a CPU in one run, beside the committed figures: `make bench`, under 6 minutes on a quiet core.
 
-    python benchmarks/bench.py [--write] [PART ...]        # parts: steps estimators startup
+    python benchmarks/bench.py [--write] [PART ...]        # parts: steps overhead estimators startup
 
 Each figure is a ratio to what a user would take instead, measured in turn, with a 95 % interval, or seconds where
 there is nothing to compare with. `--write` replaces the figures of these parts in benchmarks/results.csv;
@@ -24,8 +24,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from step_time import AGAINST_TRL, CASES, quiet, ratio, side_by_side
+from step_time import AGAINST_TRL, CASES, PLAIN, Arm, parts_of_steps, quiet, ratio, side_by_side
 
+from otb import OTBTrainer
 from otb.advantages import advantages
 from otb.baselines.otb import otb
 from otb.policies.warm_start import WarmStart, warm_start
@@ -36,6 +37,7 @@ from otb.tasks.arithmetic import Arithmetic
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results.csv")
 COLUMNS = ("name", "unit", "value", "low", "high", "pairs")
+OVERHEAD = "score norms, baseline and advantages / loss of a plain step"  # claim C5 of the study reads it
 EPS = 1e-8
 
 
@@ -46,6 +48,13 @@ def steps() -> Iterator[tuple]:
         group_size, *arms = CASES[name]
         pairs = side_by_side(policy, group_size, *arms, 12 if group_size > 4 else 40)
         yield (f"step: {name}", "ratio", *ratio(pairs), len(pairs))
+
+
+def overhead() -> Iterator[tuple]:
+    """Takes what score norms, baseline and advantages cost beside the loss, where each pass is made as TRL makes it."""
+    policy = str(warm_start(Arithmetic(), WarmStart()))
+    pairs = parts_of_steps(policy, Arm(OTBTrainer, otb, PLAIN), 40)
+    yield (OVERHEAD, "ratio", *ratio(pairs), len(pairs))
 
 
 def estimators() -> Iterator[tuple]:
@@ -73,7 +82,7 @@ def startup() -> Iterator[tuple]:
         yield ("a cached run of one step", "s", *spread([seconds_of([*run, *one_step]) for _ in range(3)]))
 
 
-PARTS = {"steps": steps, "estimators": estimators, "startup": startup}
+PARTS = {"steps": steps, "overhead": overhead, "estimators": estimators, "startup": startup}
 
 
 def made_up(rollouts: int, tokens: int) -> tuple[torch.Tensor, ...]:

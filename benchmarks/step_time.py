@@ -154,6 +154,26 @@ def side_by_side(policy: str, group_size: int, ours: Arm, theirs: Arm, steps: in
     return np.array([turns.seconds[WARM_UP_STEPS:] for turns in both]).T
 
 
+def parts_of_steps(policy: str, arm: Arm, steps: int) -> np.ndarray:
+    """Returns seconds on the clock, (steps, 2), of an arm's steps: those for advantages, and those for the loss."""
+    alone, found = threading.Semaphore(1), []
+    with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
+        trainer = trainer_of(arm, policy, 4, steps, output, Turns(alone, alone))
+        training_step = trainer.training_step
+
+        def timed(*args, **kwargs):
+            started = time.perf_counter()
+            loss = training_step(*args, **kwargs)
+            seconds = dict(trainer._seconds)
+            trainer._seconds.clear()
+            found.append((seconds["advantages"], time.perf_counter() - started - sum(seconds.values())))
+            return loss
+
+        trainer.training_step = timed
+        trainer.train()
+    return np.array(found[WARM_UP_STEPS:])
+
+
 def ratio(pairs: np.ndarray, resamples: int = 2000) -> tuple[float, float, float]:
     """Returns the ratio of the sums of two columns with its 95 % bootstrap interval over rows."""
     drawn = np.random.default_rng(0).integers(len(pairs), size=(resamples, len(pairs)))
