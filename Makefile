@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 install_torch = $(1)/python -m pip install --quiet --upgrade pip && \
 	$(1)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' requirements.lock)
 
-.PHONY: run test lint study report-study figures lock clean
+.PHONY: run test lint study report-study bench figures lock clean
 
 run: .venv/installed
 	$(BIN)/python experiments/run.py $(ARGS)
@@ -26,6 +26,9 @@ study: .venv/installed
 
 report-study: .venv/installed
 	$(BIN)/python -m analysis.study report
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 figures: .venv/installed
 	$(BIN)/python -m analysis.report $(or $(RUNS),runs)

@@ -1,109 +1,211 @@
-"""Step time of OTBTrainer against trl.GRPOTrainer, in pairs on the same rollouts.
+"""Step time of OTBTrainer against trl.GRPOTrainer, and of the baselines against `rloo`, in turn in one process.
 
-    python benchmarks/step_time.py --policy FOLDER [--pairs 5 --steps 12]
+    python benchmarks/step_time.py --policy FOLDER [--steps 40 --cases 'otb / GRPOTrainer, N=4' ...]
 
-The learning rate is 0 and the seeds are equal, so both trainers sample the same rollouts and differ only in what OTB
-adds. Blocks alternate (A B A B ...), because a shared machine's speed drifts; the ratio is taken pair by pair.
+Both trainers run in threads of which one works at a time, so that a step of one is paired with the next step of the
+other: a shared machine's speed drifts, but not within a second. The ratio is that of the sums; its 95 % interval is a
+bootstrap over pairs of steps. Seconds are those of the thread's processor, on a GPU those on the clock. Both train
+(learning rate 3e-4), because a better policy has more groups that teach nothing.
 """
 
 from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the threads below would otherwise take all cores each
 
 import argparse
 import json
 import statistics
 import tempfile
+import threading
 import time
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 
 from otb import OTBConfig, OTBTrainer
+from otb.baselines.damped_probe import DampedProbe
+from otb.baselines.energy_probe import EnergyProbe
+from otb.baselines.ob_exact import ob_exact
+from otb.baselines.otb import otb
+from otb.baselines.otb_carry_loo import otb_carry_loo
+from otb.baselines.otb_exact import otb_exact
+from otb.baselines.rloo import rloo
+from otb.baselines.trajectory_cv import TrajectoryCV
+from otb.baselines.value import Value
 from otb.tasks.arithmetic import Arithmetic
 from otb.trainer import isolated_random_state
 
-CASES = {  # name -> options of GRPOConfig
-    "extra pass": dict(),
-    "TRL's pass reused (num_iterations=2)": dict(num_iterations=2),
-}
 WARM_UP_STEPS = 2
+PROMPTS = 16
+LORA = LoraConfig(target_modules="all-linear", r=16, lora_alpha=32)
 
 
-class StepTimes(TrainerCallback):
-    """Seconds of each step: wall time on a GPU, processor time of the one thread on a CPU that others may share."""
+class Arm(NamedTuple):
+    """One side of a comparison: a trainer's class, its baseline if it takes one, and options of its configuration."""
 
-    def __init__(self):
+    kind: type
+    baseline: Any = None
+    options: dict = {}
+    peft_config: Any = None
+
+
+TRL = Arm(GRPOTrainer)
+PLAIN, TWICE = {"lean_steps": False}, {"num_iterations": 2}
+RLOO = Arm(OTBTrainer, rloo)
+IN_MICRO_BATCHES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "log_energy": True}
+BASELINES = {
+    "otb": otb,
+    "otb_carry_loo": otb_carry_loo,
+    "energy_probe": EnergyProbe(),
+    "energy_probe, group_correction": EnergyProbe(group_correction=True),
+    "damped_probe": DampedProbe(),
+    "trajectory_cv": TrajectoryCV(),
+    "value": Value(),
+    "ob_exact": ob_exact,
+    "otb_exact": otb_exact,
+}
+AGAINST_TRL = {  # what -> group size, ours, what it is compared with
+    "otb / GRPOTrainer, N=4": (4, Arm(OTBTrainer, otb), TRL),
+    "rloo / GRPOTrainer, N=4": (4, Arm(OTBTrainer, rloo), TRL),
+    "otb / GRPOTrainer, N=32": (32, Arm(OTBTrainer, otb), TRL),
+    "otb / rloo, N=4": (4, Arm(OTBTrainer, otb), RLOO),
+    "otb without lean steps / GRPOTrainer, N=4": (4, Arm(OTBTrainer, otb, PLAIN), TRL),
+    "the same with two updates, where TRL's pass is reused": (
+        4, Arm(OTBTrainer, otb, PLAIN | TWICE), Arm(GRPOTrainer, None, TWICE),
+    ),
+    "otb / GRPOTrainer, N=4, LoRA": (4, Arm(OTBTrainer, otb, {}, LORA), Arm(GRPOTrainer, None, {}, LORA)),
+}  # fmt: skip
+CASES = AGAINST_TRL | {
+    f"{name} / rloo, N=4": (4, Arm(OTBTrainer, baseline), RLOO) for name, baseline in BASELINES.items()
+}
+CASES["otb, noise measured / not, 8 micro-batches"] = (
+    4, Arm(OTBTrainer, otb, IN_MICRO_BATCHES | {"measure_gradient_noise": True}), Arm(OTBTrainer, otb, IN_MICRO_BATCHES)
+)  # fmt: skip
+
+
+class Turns(TrainerCallback):
+    """Lets a trainer make its step only when it is its turn, and keeps the seconds of each."""
+
+    def __init__(self, mine: threading.Semaphore, others: threading.Semaphore):
+        self.mine, self.others = mine, others
         self.seconds: list[float] = []
-        self.clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+        self.clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
+
+    def now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self.clock()
 
     def on_step_begin(self, *args, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.started = self.clock()
+        self.mine.acquire()
+        self.started = self.now()
 
     def on_step_end(self, *args, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds.append(self.clock() - self.started)
+        self.seconds.append(self.now() - self.started)
+        self.others.release()
 
 
-def block(trainer_class, policy: str, steps: int, options: dict, on_cpu: bool) -> float:
-    """Mean seconds of a step over a block, warm-up left out."""
-    task = Arithmetic()
+def trainer_of(arm: Arm, policy: str, group_size: int, steps: int, output: str, turns: Turns):
+    """Returns the trainer of an arm, ready to train."""
+    task, on_cpu = Arithmetic(), not torch.cuda.is_available()
+    usual = dict(
+        output_dir=output, use_cpu=on_cpu, bf16=not on_cpu, gradient_checkpointing=False, report_to="none",
+        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=3e-4, lr_scheduler_type="constant",
+        loss_type="dr_grpo", num_generations=group_size, per_device_train_batch_size=PROMPTS * group_size,
+        max_completion_length=task.max_completion_length, max_steps=steps + WARM_UP_STEPS,
+    )  # fmt: skip
+    arguments = OTBConfig(**(usual | arm.options))
+    own = {"baseline": arm.baseline} if arm.baseline else {}
+    trainer = arm.kind(
+        AutoModelForCausalLM.from_pretrained(policy),
+        task.reward,
+        arguments,
+        task.train_dataset(),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+        callbacks=[turns],
+        peft_config=arm.peft_config,
+        **own,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def side_by_side(policy: str, group_size: int, ours: Arm, theirs: Arm, steps: int) -> np.ndarray:
+    """Returns the seconds of each pair of steps, (steps, 2), warm-up left out."""
+    first, second = threading.Semaphore(1), threading.Semaphore(0)
+    both = (Turns(first, second), Turns(second, first))
     with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
-        arguments = OTBConfig(
-            output_dir=output, use_cpu=on_cpu, bf16=not on_cpu, gradient_checkpointing=False, report_to="none",
-            save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=0.0, loss_type="dr_grpo",
-            num_generations=4, per_device_train_batch_size=128, max_completion_length=task.max_completion_length,
-            max_steps=steps + WARM_UP_STEPS, **options,
-        )  # fmt: skip
-        times = StepTimes()
-        trainer = trainer_class(
-            AutoModelForCausalLM.from_pretrained(policy),
-            task.reward,
-            arguments,
-            task.train_dataset(),
-            processing_class=AutoTokenizer.from_pretrained(policy),
-            callbacks=[times],
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
+        trainers = [
+            trainer_of(arm, policy, group_size, steps, output, turns)
+            for arm, turns in zip((ours, theirs), both, strict=True)
+        ]
+        threads = [threading.Thread(target=trainer.train, daemon=True) for trainer in trainers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return np.array([turns.seconds[WARM_UP_STEPS:] for turns in both]).T
+
+
+def parts_of_steps(policy: str, arm: Arm, steps: int) -> np.ndarray:
+    """Returns seconds on the clock, (steps, 2), of an arm's steps: those for advantages, and those for the loss."""
+    alone, found = threading.Semaphore(1), []
+    with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
+        trainer = trainer_of(arm, policy, 4, steps, output, Turns(alone, alone))
+        training_step = trainer.training_step
+
+        def timed(*args, **kwargs):
+            started = time.perf_counter()
+            loss = training_step(*args, **kwargs)
+            seconds = dict(trainer._seconds)
+            trainer._seconds.clear()
+            found.append((seconds["advantages"], time.perf_counter() - started - sum(seconds.values())))
+            return loss
+
+        trainer.training_step = timed
         trainer.train()
-    return statistics.mean(times.seconds[WARM_UP_STEPS:])
+    return np.array(found[WARM_UP_STEPS:])
+
+
+def ratio(pairs: np.ndarray, resamples: int = 2000) -> tuple[float, float, float]:
+    """Returns the ratio of the sums of two columns with its 95 % bootstrap interval over rows."""
+    drawn = np.random.default_rng(0).integers(len(pairs), size=(resamples, len(pairs)))
+    sums = pairs[drawn].sum(1)
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], (0.025, 0.975))
+    return float(pairs[:, 0].sum() / pairs[:, 1].sum()), float(low), float(high)
+
+
+def quiet() -> None:
+    """Keeps transformers from printing, and torch on one thread of a CPU."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--policy", required=True, help="folder of the warm-started tiny policy")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12, help="even: a cycle of num_iterations=2 is two steps")
+    parser.add_argument("--steps", type=int, default=40, help="counted steps of each, even: a cycle of updates is two")
+    parser.add_argument("--cases", nargs="*", help=f"of {'; '.join(CASES)}; none: all")
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    on_cpu = not torch.cuda.is_available()
-    if on_cpu:
-        torch.set_num_threads(1)
+    quiet()
     rows = []
-    for name, options in CASES.items():
-        pairs = [
-            [block(kind, arguments.policy, arguments.steps, options, on_cpu) for kind in (OTBTrainer, GRPOTrainer)]
-            for _ in range(arguments.pairs)
-        ]
-        ratios = sorted(ours / theirs for ours, theirs in pairs)
-        row = {
-            "case": name,
-            "grpo_seconds": statistics.median(theirs for _, theirs in pairs),
-            "otb_seconds": statistics.median(ours for ours, _ in pairs),
-            "ratio_median": statistics.median(ratios),
-            "ratio_min": ratios[0],
-            "ratio_max": ratios[-1],
-        }
-        rows.append(row)
+    for name in arguments.cases or CASES:
+        pairs = side_by_side(arguments.policy, *CASES[name], arguments.steps)
+        found, low, high = ratio(pairs)
+        ours, theirs = (statistics.mean(column) for column in pairs.T)
+        rows.append({"case": name, "ours": ours, "theirs": theirs, "ratio": found, "low": low, "high": high})
         print(
-            f"{name}: GRPOTrainer {row['grpo_seconds']:.3f} s, OTBTrainer {row['otb_seconds']:.3f} s, ratio "
-            f"{row['ratio_median']:.3f} [{row['ratio_min']:.3f}, {row['ratio_max']:.3f}] over {len(pairs)} pairs",
-            flush=True,
+            f"{name}: {ours:.3f} / {theirs:.3f} s = {found:.3f} [{low:.3f}, {high:.3f}], {len(pairs)} pairs", flush=True
         )
     if arguments.json:
         with open(arguments.json, "w", encoding="utf8") as file:

@@ -79,10 +79,10 @@ def check(cfg: DictConfig) -> Batches:
 def check_task(cfg: DictConfig) -> None:
     """Raises RunError where the task has no solutions to learn from."""
     task = build(cfg, "task")
-    if task.environment is not None:
+    if task.environment is not None and not hasattr(task, "demonstrations"):
         raise RunError(
-            f"task {task.name} runs programs, whose replies stand between the turns of a solution, and here solutions "
-            "of one turn are learned. Warm-start on the task without tools."
+            f"task {task.name} runs programs, and a column of solutions shows none: it would teach never to call the "
+            "tool. Warm-start on a task with demonstrations of its own (arithmetic_tools), or on the one without tools."
         )
     if not hasattr(task, "demonstrations") and getattr(task, "solution_column", None) is None:
         raise RunError(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 from transformers.trainer_utils import set_seed
+from transformers.utils import get_json_schema
 
 from experiments.build import build
 from experiments.environment import PACKAGES, commit, installed
@@ -22,6 +23,7 @@ from otb.options import Batches
 from otb.policies.folders import write_policy
 from otb.policies.models import check_lora_targets, load_model, model_facts
 from otb.policies.supervised import Supervision, supervised
+from otb.tool_calls import check_tool_template
 
 
 def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict) -> dict:
@@ -33,6 +35,9 @@ def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict) -> di
     task = build(cfg, "task")
     chats = demonstrations(cfg, task)
     tokenizer, model_config = described(cfg)
+    tools = None if task.environment is None else [get_json_schema(task.environment(None).python)]
+    if tools is not None:
+        check_tool_template(tokenizer, cfg.model.name)
     use_threads(cfg.threads, model_config)
     lora = lora_config(cfg)
     if lora is not None:
@@ -46,7 +51,7 @@ def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict) -> di
         model = load_model(folder, cfg.model.revision, weights_dtype(cfg), cfg.model.get("attn_implementation"))
         bf16 = cfg.model.dtype == "bfloat16"
         how = Supervision(steps, step.forward, step.accumulation, cfg.learning_rate, cfg.seed, bf16, on_cpu)
-        model, losses = supervised(model, tokenizer, chats, how, lora, progress.warm_start)
+        model, losses = supervised(model, tokenizer, chats, how, lora, progress.warm_start, tools)
     record |= {
         **model_facts(folder, cfg.model.revision),
         "task": task.name,
@@ -62,7 +67,9 @@ def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict) -> di
 def demonstrations(cfg: DictConfig, task) -> list[list[dict]]:
     """Returns solved problems as chats that end with the solution. Raises RunError where there are too few."""
     if hasattr(task, "demonstrations"):
-        return task.demonstrations(cfg.seed, cfg.demonstrations, cfg.noise)
+        chats = task.demonstrations(cfg.seed, cfg.demonstrations, cfg.noise)
+        # The tiny policy's notice of tools; a real model's template writes one of its own.
+        return [chat[1:] if chat[0]["role"] == "system" else chat for chat in chats]
     try:
         return task.solutions(cfg.seed, cfg.demonstrations)
     except (ValueError, FileNotFoundError) as error:

@@ -164,9 +164,13 @@ METRICS = {
     ),
     "seconds_sampling": Metric("s", "time spent generating the rollouts of the step, tools included"),
     "seconds_scoring": Metric("s", "time spent in reward functions"),
-    "seconds_advantages": Metric("s", "time spent on score norms, baseline and advantages, their own forward included"),
+    "seconds_advantages": Metric(
+        "s", "time spent on score norms, baseline and advantages, with their own forward unless the loss takes it"
+    ),
     "seconds_improvement": Metric("s", "time spent on the improvement update, if there is one"),
-    "seconds_loss": Metric("s", "rest of the step: loss forward, backward, optimizer"),
+    "seconds_loss": Metric(
+        "s", "rest of the step: loss forward (with the one that score norms share), backward, optimizer"
+    ),
     "seconds_step": Metric("s", "wall time of the step, without evaluations and checkpoints"),
     "peak_memory_bytes": Metric("bytes", "largest device memory allocated so far; resident memory on a CPU"),
     "turns_mean": Metric("turns", "assistant turns per rollout, mean"),

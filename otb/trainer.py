@@ -311,7 +311,7 @@ class OTBTrainer(LeanTrainer):
                 self._mtp.keep_old(output)
             started = time.perf_counter()
             self._replace_advantages(output)
-            self._add_seconds("advantages", started)
+            self._add_seconds("advantages", time.perf_counter() - started)
         finally:
             self._scoring, self._passes = False, []
         return output
@@ -425,7 +425,7 @@ class OTBTrainer(LeanTrainer):
     def _calculate_rewards(self, *args, **kwargs):
         started = time.perf_counter()
         self._rewards_per_function = super()._calculate_rewards(*args, **kwargs)
-        self._add_seconds("scoring", started)
+        self._add_seconds("scoring", time.perf_counter() - started)
         return self._rewards_per_function
 
     def _generate(self, prompts):
@@ -436,7 +436,7 @@ class OTBTrainer(LeanTrainer):
         own_counts = lengths if tool_mask is None else [sum(mask) for mask in tool_mask]
         # Counted here: TRL masks truncated rollouts later, and tokens that were sampled were paid for.
         self._sampled_tokens = torch.tensor([own_counts, lengths], device=self.accelerator.device).T.contiguous()
-        self._add_seconds("sampling", started)
+        self._add_seconds("sampling", time.perf_counter() - started)
         return generated
 
     # ---- what the baseline needs
@@ -503,7 +503,7 @@ class OTBTrainer(LeanTrainer):
         ids, attention_mask = prompts_with_responses(output)
         prompt_width, width_of_all = output["prompt_ids"].size(1), output["completion_ids"].size(1)
         lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
-        keep = keep and self.token_weights is None and self._can_keep_pass(output)
+        started, keep = time.perf_counter(), keep and self.token_weights is None and self._can_keep_pass(output)
         learns = torch.zeros_like(lengths, dtype=torch.bool)
         if keep:
             learns = self._may_learn(OwnTokens(response_mask(output)))
@@ -529,6 +529,7 @@ class OTBTrainer(LeanTrainer):
         log_probs, log_sum_sq_probs, *entropies = in_order(parts, width_of_all)
         if keep:
             self._keep_pass(output, KeptPass(log_probs, entropies[0], learns))
+            self._add_seconds("advantages", started - time.perf_counter())  # this is the time of the loss
         return log_probs.detach(), log_sum_sq_probs.detach()
 
     def _may_learn(self, own: OwnTokens) -> Tensor:
@@ -770,8 +771,8 @@ class OTBTrainer(LeanTrainer):
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
-    def _add_seconds(self, part: str, started: float) -> None:
-        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - started
+    def _add_seconds(self, part: str, seconds: float) -> None:
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     # ---- a learning rate that follows the lengths
 

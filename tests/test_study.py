@@ -109,6 +109,11 @@ def test_committed_rows_are_of_the_recipes_that_name_them():
     """Every row is a run that its recipe asks for: nothing was run by hand, and no seed was replaced."""
     for file in sorted(study.ROWS.glob("*.csv")):
         assert file.stem in study.RECIPES
+        if file.stem == study.MEASURED:
+            with study.composing(file.stem) as (_, sweep):
+                asked = study_noise.policies(study.runs_of(sweep, file.stem, None))
+            assert kept_noise.measured(file) <= set(asked)
+            continue
         wanted = set(study.keys_of(file.stem, seeds=None))
         assert rows.keys_in(file) <= wanted, file.name
 
@@ -294,13 +299,27 @@ def test_the_page_is_made_of_csv_files_alone(tmp_path):
     assert (tmp_path / "figures" / "c3_arithmetic.png").stat().st_size > 5000
 
 
-def test_the_committed_page_is_what_the_committed_rows_say(tmp_path):
-    (tmp_path / "rows").mkdir()
-    for file in study.ROWS.glob("*.csv"):
-        (tmp_path / "rows" / file.name).write_bytes(file.read_bytes())
-    assert main(["report", "--folder", str(tmp_path)]) == 0
-    for name in ("README.md", "verdicts.csv"):
-        assert (tmp_path / name).read_text() == (study.ROWS.parent / name).read_text(), "run make report-study"
+def test_the_committed_pages_are_what_the_committed_rows_say(tmp_path):
+    """The page of the study and the table of verdicts on the front page."""
+    made_from = [*study.ROWS.glob("*.csv"), ROOT / "benchmarks" / "results.csv", ROOT / "README.md"]
+    for file in made_from:
+        copy = tmp_path / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    assert main(["report", "--folder", str(tmp_path / "docs" / "study")]) == 0
+    for name in ("README.md", "docs/study/README.md", "docs/study/verdicts.csv"):
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text(), "run make report-study"
+
+
+def test_c5_is_read_off_the_benchmark(tmp_path):
+    def spoken_at(value: float) -> str:
+        rows = [{"name": verdicts.OVERHEAD, "unit": "ratio", "value": value, "low": value - 0.02, "high": value + 0.02}]
+        rows.append({"name": verdicts.LEAN_STEP, "unit": "ratio", "value": 1.0, "low": 0.9, "high": 1.1})
+        pd.DataFrame(rows).assign(pairs=40).to_csv(tmp_path / "results.csv", index=False)
+        return spoken(verdicts.cost(tmp_path / "results.csv"))
+
+    assert [spoken_at(value) for value in (0.3, 0.49, 0.7)] == [SUPPORTED, UNDECIDED, NOT_SUPPORTED]
+    assert verdicts.cost(tmp_path / "none.csv") == []
 
 
 def test_the_rules_name_the_numbers_that_the_verdicts_use():

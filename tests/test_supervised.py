@@ -2,13 +2,17 @@
 
 import copy
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import trl
 from hydra import compose, initialize_config_dir
 from peft import LoraConfig
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import get_json_schema
 
 from experiments import warm_start as command
 from experiments import warm_starting
@@ -17,7 +21,9 @@ from otb.policies.supervised import Supervision, ordered, sft_trainer, supervise
 from otb.policies.tiny_policy import END, TOOL_TAGS, build_model
 from otb.policies.warm_start import encode
 from otb.tasks.arithmetic import Arithmetic
+from otb.tasks.arithmetic_tools import ArithmeticTools
 from otb.tasks.maths import Maths, worked_solution
+from otb.tasks.python_tool import PythonTool
 from tests.support import commands
 from tests.support.commands import ROOT
 
@@ -55,6 +61,45 @@ def test_only_the_solution_and_its_end_enter_the_loss(tmp_path, tokenizer, model
     padded = ~first["attention_mask"].bool()
     assert padded.any() and (first["input_ids"][padded] == changed.pad_token_id).all()
     assert (first["labels"][padded] == -100).all()
+
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TOOLS = [get_json_schema(PythonTool(None).python)]
+
+
+def with_tools(n: int) -> list[list[dict]]:
+    chats = ArithmeticTools(instruction="Add up.").demonstrations(seed=0, n=n)
+    return [chat[1:] for chat in chats]  # without the tiny policy's own notice of tools
+
+
+@pytest.mark.parametrize("template", [None, "qwen2_5", "qwen3"])
+def test_of_a_chat_with_tools_every_call_and_answer_is_learned_and_no_reply(tmp_path, tokenizer, model, template):
+    changed = copy.deepcopy(tokenizer)
+    if template is not None:
+        changed.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    chats = with_tools(32)
+    how = replace(HOW, forward=32, forwards=1)
+    (first, *_) = sft_trainer(model, changed, chats, how, None, str(tmp_path), TOOLS).get_train_dataloader()
+    in_order = ordered(chats, how)[:32]
+    assert sum("tool_calls" in message for chat in in_order for message in chat) >= 5
+    for ids, labels, chat in zip(first["input_ids"], first["labels"], in_order, strict=True):
+        learned = tokenizer.decode(labels[labels >= 0])
+        said = [message for message in chat if message["role"] == "assistant"]
+        assert learned.count(END) == len(said)
+        for message, turn in zip(said, learned.split(END), strict=False):
+            code = message["tool_calls"][0]["function"]["arguments"]["code"] if "tool_calls" in message else None
+            assert (message["content"] or "") in turn and ("tool_call" in turn) == (code is not None)
+            assert code is None or json.dumps(code)[1:-1] in turn
+        assert "tool_response" not in learned and "Add up." not in learned
+        whole = tokenizer.decode(ids)
+        assert all(message["content"] in whole for message in chat if message["role"] == "tool")
+
+
+def test_a_template_that_does_not_tell_turns_apart_is_refused(tokenizer, model):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="chat template"):
+        supervised(model, changed, with_tools(8), HOW, tools=TOOLS)
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_learned_tokens(tokenizer, model):
@@ -172,6 +217,13 @@ def test_the_command_writes_a_policy_with_a_record_and_does_nothing_the_second_t
         command.is_there(tmp_path / "warm", command.recipe(composed(*given, "noise=0.5")))
 
 
+def test_the_command_warm_starts_on_a_task_with_tools(policy, tmp_path):
+    given = [*GIVEN, "task=arithmetic_tools", f"model.name={policy}", f"output={tmp_path / 'warm'}"]
+    code, printed = commands.run(given, tmp_path / "log", script="warm_start")
+    assert code == 0 and "2 steps" in printed, printed
+    assert json.loads((tmp_path / "warm" / "made_from.json").read_text())["task"] == "arithmetic_tools"
+
+
 def test_another_folder_is_never_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(RunError, match="exists already and is not overwritten"):
@@ -190,7 +242,10 @@ def test_demonstrations_of_a_maths_task_are_its_solutions(maths, tmp_path):
     ("given", "said"),
     [
         (["model=tiny"], "Leave model=tiny out"),
-        (["model.name=x/y", "task=arithmetic_tools"], "arithmetic_tools runs programs"),
+        (
+            ["model.name=x/y", "task=gsm8k_tools", "++task.solution_column=answer"],
+            "gsm8k_tools runs programs, and a column of solutions shows none",
+        ),
         (["model.name=x/y", "task=math500"], r"no solutions to learn from.*Try task=arithmetic, or task.solution_c"),
         (["model.name=x/y", "demonstrations_per_step=12"], "per_forward=8 must divide the 12 demonstrations of a step"),
         (["model.name=x/y", "steps=0"], "steps=0 must be a whole number >= 1"),

@@ -35,7 +35,16 @@ COMMANDS = {
     "C2": "python experiments/study.py claim_c2",
     "C3": "python experiments/study.py claim_c3_c4",
     "C4": "python experiments/study.py claim_c3_c4",
+    "C5": "make bench",
 }
+CLAIMS = {
+    "C1": "OTB lowers the gradient variance",
+    "C2": "group baselines collapse, OTB does not",
+    "C3": "OTB at N = 4 matches group baselines at N = 32",
+    "C4": "62 to 66 % fewer tokens to the same accuracy",
+    "C5": "no extra backward pass",
+}
+FRONT_BEGIN, FRONT_END = "<!-- verdicts: make report-study -->", "<!-- end of verdicts -->"
 SEARCH, MAIN = "claim_rates", "claim_c3_c4"  # what the names of files of rows begin with
 OTHERS = {"C1": "claim_c1", "C2": "claim_c2"}
 TASKS = ("arithmetic", "arithmetic_tools", "arithmetic_long")
@@ -50,12 +59,17 @@ def write(folder: Path) -> list[Path]:
     rows = {file.stem: read(file) for file in sorted((folder / "rows").glob("*.csv"))}
     if not rows:
         raise RunError(f"{folder}/rows holds no csv file. Run python experiments/study.py first.")
-    spoken = all_comparisons(rows)
+    root = folder.parents[1]
+    spoken = [*all_comparisons(rows), *verdicts.cost(root / "benchmarks" / "results.csv")]
     drawn = figures(rows, folder / "figures")
     text = [HEAD, *summary(spoken), *sections(spoken, drawn), *search_section(rows), *not_run(rows)]
     (folder / "README.md").write_text("\n".join(text), encoding="utf8")
     table(spoken).to_csv(folder / "verdicts.csv", index=False, float_format="%.6g")
-    return [folder / "README.md", folder / "verdicts.csv", *drawn.values()]
+    written = [folder / "README.md", folder / "verdicts.csv", *drawn.values()]
+    if (page := root / "README.md").exists():
+        write_front_page(page, spoken)
+        written.append(page)
+    return written
 
 
 def of_kind(rows: dict[str, pd.DataFrame], kind: str) -> pd.DataFrame:
@@ -121,12 +135,56 @@ def sections(spoken: list[Comparison], drawn: dict[tuple[str, str], Path]) -> li
     lines = []
     for claim, task in dict.fromkeys((c.claim, c.task) for c in sorted(spoken, key=lambda c: (c.claim, c.task))):
         of_both = [c for c in spoken if (c.claim, c.task) == (claim, task)]
-        rows = [{"compared": c.what, "effect": effect_text(c), "verdict": c.verdict, "": c.why} for c in of_both]
-        lines += [f"## {claim} on `{task}`", "", markdown_table(pd.DataFrame(rows)), ""]
+        table_of = noise_section if claim == "C1" else comparison_section
+        lines += [f"## {claim} on `{task}`", "", *table_of(of_both), ""]
         if (claim, task) in drawn:
             file = drawn[claim, task]
             lines += [f"![{claim} on {task}](figures/{file.name})", ""]
     return lines
+
+
+def comparison_section(comparisons: list[Comparison]) -> list[str]:
+    """Returns a table with a row per comparison."""
+    rows = [{"compared": c.what, "effect": effect_text(c), "verdict": c.verdict, "": c.why} for c in comparisons]
+    return [markdown_table(pd.DataFrame(rows))]
+
+
+def noise_section(comparisons: list[Comparison]) -> list[str]:
+    """Returns the decision on C1 and a table with a row per estimator, at the two group sizes that speak."""
+    decided, *beside = comparisons
+    cells: dict[str, dict[str, str]] = {}
+    for comparison in beside:
+        stage, _, arm = comparison.what.partition(" relative to ")[0].partition(": ")
+        name, _, size = arm.rpartition(", N=")
+        if int(size) in (verdicts.SMALL, verdicts.LARGE):
+            cells.setdefault(name, {"noise / RLOO": name})[f"{stage}, N={size}"] = effect_text(comparison)
+    columns = [f"{stage}, N={size}" for size in (verdicts.SMALL, verdicts.LARGE) for stage in verdicts.STAGES]
+    wide = pd.DataFrame(list(cells.values())).reindex(columns=["noise / RLOO", *columns]).fillna("")
+    what = f"{decided.what}: {effect_text(decided)}, {decided.verdict}. Other group sizes: verdicts.csv."
+    return [what, "", markdown_table(wide)]
+
+
+def front_table(spoken: list[Comparison]) -> str:
+    """Returns the table of the front page: a row per claim and task."""
+    rows = [
+        {
+            "claim of the paper": f"{c.claim}: {CLAIMS[c.claim]}",
+            "task": f"`{c.task}`",
+            "verdict": f"**{c.verdict}**",
+            "effect": f"{c.what}: {effect_text(c)}",
+            "command": f"`{COMMANDS[c.claim]}`",
+        }
+        for c in sorted(spoken, key=lambda c: (c.claim, c.task))
+        if c.verdict
+    ]
+    return markdown_table(pd.DataFrame(rows))
+
+
+def write_front_page(page: Path, spoken: list[Comparison]) -> None:
+    """Puts the table of verdicts between the marks of the front page."""
+    before, begin, rest = page.read_text(encoding="utf8").partition(FRONT_BEGIN)
+    _, end, after = rest.partition(FRONT_END)
+    page.write_text(f"{before}{begin}\n{front_table(spoken)}\n{end}{after}", encoding="utf8")
 
 
 def search_section(rows: dict[str, pd.DataFrame]) -> list[str]:

@@ -6,6 +6,7 @@ it without one.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,9 @@ LESS_NOISE = 0.9  # C1: noise relative to the rival's, below which it is less by
 MATCHES = 0.02  # C3: not worse by so much accuracy
 CLAIMED_SAVING, SMALLEST_SAVING = 0.62, 0.10  # C4
 TARGETS = (0.9, 0.8, 0.95)  # C4: shares of the best final accuracy, the first decides
+OVERHEAD = "score norms, baseline and advantages / loss of a plain step"  # C5: names of figures of benchmarks/bench.py
+LEAN_STEP = "step: otb / rloo, N=4"
+MOST_OF_LOSS = 0.5  # C5: of the loss's time, what the claim allows
 SMALLEST_COLLAPSE = 0.2  # C2: difference of the shares of collapsed runs, and share of the rival's that must collapse
 
 Arm = tuple[str, int]
@@ -221,3 +225,22 @@ def collapse_verdict(effect: Interval, rival: tuple[int, int]) -> tuple[str, str
     if effect.low > 0 and effect.estimate >= SMALLEST_COLLAPSE:
         return SUPPORTED, ""
     return (NOT_SUPPORTED, "") if effect.high < SMALLEST_COLLAPSE else (UNDECIDED, "")
+
+
+def cost(results: Path) -> list[Comparison]:
+    """Compares the time of score norms, baseline and advantages with that of the loss for C5.
+
+    results: of benchmarks/bench.py; nothing is compared where it is missing. The number of seeds is that of steps.
+    """
+    if not results.exists():
+        return []
+    found = pd.read_csv(results).set_index("name")
+    row: Any = found.loc[OVERHEAD]
+    effect = Interval(row["value"], row["low"], row["high"], int(row["pairs"]))
+    verdict = SUPPORTED if effect.high < MOST_OF_LOSS else NOT_SUPPORTED if effect.low > MOST_OF_LOSS else UNDECIDED
+    lean: Any = found.loc[LEAN_STEP]
+    lean_step = Interval(lean["value"], lean["low"], lean["high"], int(lean["pairs"]))
+    return [
+        Comparison("C5", "arithmetic", OVERHEAD, effect, verdict, ""),
+        Comparison("C5", "arithmetic", "a lean step with OTB / one with RLOO", lean_step, "", ""),
+    ]

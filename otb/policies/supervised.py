@@ -46,11 +46,14 @@ def supervised(
     how: Supervision,
     lora: PeftConfig | None = None,
     progress: Callable[[int, int, float], None] | None = None,
+    tools: list[dict] | None = None,
 ) -> tuple[PreTrainedModel, list[float]]:
     """Trains the policy on the last message of every chat and returns it with the loss of each step, in nats per token.
 
     Prompts and padding never enter the loss. lora: trains adapters, which are merged into the weights at the end.
-    progress(step, steps, loss) is called after each step.
+    progress(step, steps, loss) is called after each step. tools: JSON schemas of what the chats call; then every
+    message of the assistant is learned, and no reply of a tool. Raises ValueError where the chat template does not tell
+    them apart.
     """
     losses: list[float] = []
 
@@ -62,7 +65,7 @@ def supervised(
                     progress(state.global_step, how.steps, logs["loss"])
 
     with tempfile.TemporaryDirectory() as folder:  # nothing is saved there
-        trainer = sft_trainer(model, tokenizer, chats, how, lora, folder)
+        trainer = sft_trainer(model, tokenizer, chats, how, lora, folder, tools)
         trainer.add_callback(Losses())
         trainer.train()
     trained = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
@@ -76,14 +79,18 @@ def sft_trainer(
     how: Supervision,
     lora: PeftConfig | None,
     folder: str,
+    tools: list[dict] | None = None,
 ) -> SFTTrainer:
     """Returns TRL's trainer over the chats of all steps, in their order. folder: for what it may write."""
+    in_order = ordered(chats, how)
+    if tools is None:
+        rows = [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in in_order]
+    else:
+        rows = [{"messages": chat, "tools": tools} for chat in in_order]
     trainer = SFTTrainer(
         model,
-        options(how, folder),
-        train_dataset=Dataset.from_list(
-            [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in ordered(chats, how)]
-        ),
+        options(how, folder, by_turns=tools is not None),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         peft_config=lora,
     )
@@ -104,8 +111,8 @@ def ordered(chats: list[list[dict]], how: Supervision) -> list[list[dict]]:
     return [chat for step in steps for chat in sorted(step, key=lambda chat: len(str(chat)))]
 
 
-def options(how: Supervision, folder: str) -> SFTConfig:
-    """Returns the options of the trainer. folder: for what it may write."""
+def options(how: Supervision, folder: str, by_turns: bool) -> SFTConfig:
+    """Returns the options of the trainer. folder: for what it may write. by_turns: learn every assistant message."""
     return SFTConfig(
         output_dir=folder,
         max_steps=how.steps,
@@ -121,7 +128,8 @@ def options(how: Supervision, folder: str) -> SFTConfig:
         bf16=how.bf16,
         use_cpu=how.use_cpu,
         gradient_checkpointing=not how.use_cpu,
-        completion_only_loss=True,
+        completion_only_loss=None if by_turns else True,
+        assistant_only_loss=by_turns,
         max_length=None,
         dataloader_pin_memory=not how.use_cpu,
         logging_steps=1,
