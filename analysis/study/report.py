@@ -13,6 +13,7 @@ from analysis.learning_curves import learning_curves
 from analysis.report.markdown import markdown_table
 from analysis.stability import stability
 from analysis.study import verdicts
+from analysis.study.methods import write_methods
 from analysis.study.noise import relative_noise
 from analysis.study.noise_figure import noise_over_training
 from analysis.study.rates import chosen, scores
@@ -66,6 +67,7 @@ def write(folder: Path) -> list[Path]:
     (folder / "README.md").write_text("\n".join(text), encoding="utf8")
     table(spoken).to_csv(folder / "verdicts.csv", index=False, float_format="%.6g")
     written = [folder / "README.md", folder / "verdicts.csv", *drawn.values()]
+    written += write_methods(rows, root / "docs" / "neighbours")
     if (page := root / "README.md").exists():
         write_front_page(page, spoken)
         written.append(page)
