@@ -304,6 +304,7 @@ def test_the_page_is_made_of_csv_files_alone(tmp_path):
 def test_the_committed_pages_are_what_the_committed_rows_say(tmp_path):
     """The page of the study and the table of verdicts on the front page."""
     made_from = [*study.ROWS.glob("*.csv"), ROOT / "benchmarks" / "results.csv", ROOT / "README.md"]
+    made_from.append(study.ROWS.parent / "comments.md")
     for file in made_from:
         copy = tmp_path / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
