@@ -1,4 +1,4 @@
-"""Runs what no committed row of the study covers yet: the recipes conf/experiment/claim_*.yaml, one after the other.
+"""Runs what no committed row of the study covers yet: the recipes claim_* and neighbours_* of conf/experiment.
 
 python experiments/study.py                         # every recipe, on all cores
 python experiments/study.py claim_rates --seeds 2   # one recipe, the first two of its seeds
@@ -37,7 +37,8 @@ RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
 MEASURED = "claim_c1"  # whose rows are measurements of policies, not runs
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32"),
-    *(MEASURED, "claim_fixed_rollouts"),
+    *(MEASURED, "claim_fixed_rollouts", "claim_c2", "claim_c2_updates"),
+    *("neighbours_improvement", "neighbours_auxiliary", "neighbours_token_weights", "neighbours_schedule"),
 )
 
 
@@ -56,12 +57,13 @@ def study(recipes: list[str], seeds: int | None, parallel: int | None, made: Pat
                 measure(runs[:seeds], parallel, file, Path(RUNS))
             continue
         keys = keys_of(recipe, seeds)
+        asked = {key: varied_by(run) for key, run in keys.items()}
         if not keys.keys() <= rows.keys_in(file):  # a killed command may have left runs without a row
-            rows.collect(made or Path(RUNS), set(keys), file)
+            rows.collect(made or Path(RUNS), asked, file)
         missing = [run for key, run in keys.items() if key not in rows.keys_in(file)]
         print(f"{recipe}: {len(keys)} runs, {len(keys) - len(missing)} of them have a row", flush=True)
         if made is None and missing:
-            run(recipe, missing, parallel, partial(rows.collect, keys=set(keys), file=file))
+            run(recipe, missing, parallel, partial(rows.collect, asked=asked, file=file))
 
 
 def keys_of(recipe: str, seeds: int | None) -> dict[str, list[str]]:
@@ -70,6 +72,12 @@ def keys_of(recipe: str, seeds: int | None) -> dict[str, list[str]]:
         composer = Composer(loader, sweep)
         configs = ((composer.compose(run), run) for run in runs_of(sweep, recipe, seeds))
         return {rows.key_of(OmegaConf.to_container(cfg, resolve=True)): run for cfg, run in configs}
+
+
+def varied_by(run: list[str]) -> str:
+    """Returns what a recipe varies beside the columns that every row has, in the words of the command line."""
+    names = ("experiment", "runs_dir", *rows.CONFIGURED)
+    return " ".join(override for override in run if override.partition("=")[0] not in names)
 
 
 def run(recipe: str, missing: list[list[str]], parallel: int | None, keep_row: Callable[[Path], object]) -> None:

@@ -9,8 +9,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from analysis.study import methods, rates, rows, verdicts
 from analysis.study import noise as kept_noise
-from analysis.study import rates, rows, verdicts
 from analysis.study.__main__ import main
 from analysis.study.verdicts import NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from experiments import study, study_noise
@@ -101,8 +101,10 @@ def test_rows_are_added_once_whatever_is_added_again(tmp_path):
 
 def test_only_runs_that_are_asked_for_are_collected(tmp_path):
     wanted = rows.row_of(a_run())["key"]
-    assert rows.collect(RUNS, {wanted}, tmp_path / "rows.csv") == 1
-    assert rows.keys_in(tmp_path / "rows.csv") == {wanted}
+    assert rows.collect(RUNS, {wanted: ""}, tmp_path / "rows.csv") == 1
+    assert rows.keys_in(tmp_path / "rows.csv") == {wanted} and "varied" not in rows.read(tmp_path / "rows.csv")
+    rows.collect(RUNS, {wanted: "improvement=pipo"}, tmp_path / "methods.csv")
+    assert rows.read(tmp_path / "methods.csv").varied.tolist() == ["improvement=pipo"]
 
 
 def test_committed_rows_are_of_the_recipes_that_name_them():
@@ -302,6 +304,7 @@ def test_the_page_is_made_of_csv_files_alone(tmp_path):
 def test_the_committed_pages_are_what_the_committed_rows_say(tmp_path):
     """The page of the study and the table of verdicts on the front page."""
     made_from = [*study.ROWS.glob("*.csv"), ROOT / "benchmarks" / "results.csv", ROOT / "README.md"]
+    made_from.append(study.ROWS.parent / "comments.md")
     for file in made_from:
         copy = tmp_path / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -352,6 +355,52 @@ def test_the_command_runs_what_has_no_row_seed_by_seed_and_skips_the_rest(tmp_pa
 
 
 def test_every_recipe_of_the_study_is_one_that_the_command_knows():
-    assert sorted(path.stem for path in (CONF / "experiment").glob("claim_*.yaml")) == sorted(study.RECIPES)
+    files = (path.stem for path in (CONF / "experiment").glob("*.yaml"))
+    assert sorted(name for name in files if name.startswith(("claim_", "neighbours_"))) == sorted(study.RECIPES)
     if rates.RATES.exists():
         assert yaml.safe_load(rates.RATES.read_text())
+
+
+# ---- methods beside the baseline
+
+
+def with_method(varied: str, final: float, **given) -> list[dict]:
+    return [made_up(seed=seed, final=final + 0.01 * (seed % 3 - 1), **given) | {"varied": varied} for seed in range(5)]
+
+
+def test_methods_are_compared_with_off_seed_by_seed():
+    made = [*with_method("improvement=none", 0.8), *with_method("improvement=pipo", 0.85)]
+    table = pd.DataFrame(made).assign(seconds_step=[1.0] * 5 + [1.5] * 5)
+    found = methods.comparison(table, "improvement=none").set_index("variant")
+    pipo = found.loc["improvement=pipo"]
+    assert pipo.difference == pytest.approx(
+        0.0375
+    )  # of the last two of three evaluations, .6 and .8 against .625 and .85
+    assert pipo.difference_low == pytest.approx(pipo.difference_high)  # the same spread over seeds in both
+    assert pipo.step_ratio == 1.5 and pipo.seeds == 5 and pipo.collapsed == 0
+    assert np.isnan(found.difference["improvement=none"])
+
+
+def test_the_page_of_methods_has_a_table_and_a_figure_per_recipe_that_has_rows(tmp_path):
+    made = [*with_method("improvement=none", 0.8), *with_method("improvement=pipo", 0.85)]
+    rows_of = {"neighbours_improvement": pd.DataFrame(made).assign(seconds_step=1.0)}
+    methods.write_methods(rows_of, tmp_path)
+    page = (tmp_path / "comparison.md").read_text()
+    assert "Improvement updates" in page and "Token weights" not in page and "`improvement=pipo`" in page
+    assert (tmp_path / "figures" / "neighbours_improvement.png").stat().st_size > 5000
+    assert methods.write_methods({}, tmp_path / "none") == [] and not (tmp_path / "none").exists()
+
+
+def test_what_a_recipe_varies_beside_the_usual_columns_is_kept_with_its_runs():
+    run = [
+        "experiment=neighbours_improvement",
+        "runs_dir=runs",
+        "task=arithmetic",
+        "baseline=otb",
+        "improvement=pipo",
+        "seed=0",
+    ]
+    assert study.varied_by(run) == "improvement=pipo"
+    for recipe, question in methods.QUESTIONS.items():
+        with study.composing(recipe) as (_, sweep):
+            assert question.off in {study.varied_by(run) for run in study.runs_of(sweep, recipe, 1)}

@@ -24,7 +24,7 @@ def noise_over_training(results: pd.DataFrame):
     by_noise = of_others[of_others.group_size == min(SIZES)].groupby("estimator").relative_noise.mean()
     places = {name: place for place, name in enumerate(by_noise.sort_values(ascending=False).index)}
     stages = [stage for stage in STAGES if stage in set(of_others.stage)]
-    _, axes = figure(len(stages), PAGE, 0.22 * len(places) + 1.35, sharey=True, squeeze=False)
+    _, axes = figure(len(stages), PAGE, 0.22 * len(places) + 1.35, sharex=True, sharey=True, squeeze=False)
     for ax, stage in zip(axes[0], stages, strict=True):
         ax.axvline(1, color="0.6", lw=0.8, zorder=0)
         for (size, style), offset in zip(SIZES.items(), (0.14, -0.14), strict=True):
@@ -33,16 +33,17 @@ def noise_over_training(results: pd.DataFrame):
                 ax.plot([row.relative_noise_low, row.relative_noise_high], [place] * 2, color=style["color"], lw=1.2)
                 ax.plot(row.relative_noise, place, ls="", ms=4, **style)
         ax.set_title({"start": "start", "half": "half of training", "end": "end"}[stage], fontsize=9)
-        ax.set(ylim=(-0.6, len(places) - 0.4), xlim=(0, None))
+        ax.set(ylim=(-0.6, len(places) - 0.4), xlim=(0, 1.04 * of_others.relative_noise_high.max()))
         ax.grid(axis="y", visible=False)
     axes[0, 0].set_yticks(list(places.values()), [label(name) for name in places], fontsize=8)
     for size, style in SIZES.items():
-        axes[0, -1].plot([], [], ls="", ms=4, label=f"N = {size}", **style)
-    axes[0, -1].legend(fontsize=8, loc="lower right")
+        axes[0, 0].plot([], [], ls="", ms=4, label=f"N = {size}", **style)
+    axes[0, 0].legend(fontsize=8, loc="upper right")
     of_figure = axes[0, 0].figure
     first = results.iloc[0]
     of_figure.suptitle(
-        f"Gradient noise on {first.task}: {first.policies} policies, {first.prompts} prompts", fontsize=10
+        f"Gradient noise on {first.task}: {results.policies.min()} policies, {results.prompts.min()} prompts",
+        fontsize=10,
     )
     of_figure.supxlabel(
         "noise of the gradient / noise with RLOO (lower is better); 95 % intervals over prompts", fontsize=8

@@ -13,6 +13,7 @@ from analysis.learning_curves import learning_curves
 from analysis.report.markdown import markdown_table
 from analysis.stability import stability
 from analysis.study import verdicts
+from analysis.study.methods import write_methods
 from analysis.study.noise import relative_noise
 from analysis.study.noise_figure import noise_over_training
 from analysis.study.rates import chosen, scores
@@ -62,10 +63,17 @@ def write(folder: Path) -> list[Path]:
     root = folder.parents[1]
     spoken = [*all_comparisons(rows), *verdicts.cost(root / "benchmarks" / "results.csv")]
     drawn = figures(rows, folder / "figures")
-    text = [HEAD, *summary(spoken), *sections(spoken, drawn), *search_section(rows), *not_run(rows)]
+    text = [
+        HEAD,
+        *summary(spoken),
+        *sections(spoken, drawn, comments_in(folder / "comments.md")),
+        *search_section(rows),
+        *not_run(rows),
+    ]
     (folder / "README.md").write_text("\n".join(text), encoding="utf8")
     table(spoken).to_csv(folder / "verdicts.csv", index=False, float_format="%.6g")
     written = [folder / "README.md", folder / "verdicts.csv", *drawn.values()]
+    written += write_methods(rows, root / "docs" / "neighbours")
     if (page := root / "README.md").exists():
         write_front_page(page, spoken)
         written.append(page)
@@ -130,8 +138,8 @@ def effect_text(comparison: Comparison) -> str:
     return "not measured" if np.isnan(comparison.effect.estimate) else str(comparison.effect)
 
 
-def sections(spoken: list[Comparison], drawn: dict[tuple[str, str], Path]) -> list[str]:
-    """Returns a section per claim and task: its comparisons and its figure."""
+def sections(spoken: list[Comparison], drawn: dict[tuple[str, str], Path], comments: dict[str, str]) -> list[str]:
+    """Returns a section per claim and task: its comparisons, its figure and what was written of it by hand."""
     lines = []
     for claim, task in dict.fromkeys((c.claim, c.task) for c in sorted(spoken, key=lambda c: (c.claim, c.task))):
         of_both = [c for c in spoken if (c.claim, c.task) == (claim, task)]
@@ -140,7 +148,17 @@ def sections(spoken: list[Comparison], drawn: dict[tuple[str, str], Path]) -> li
         if (claim, task) in drawn:
             file = drawn[claim, task]
             lines += [f"![{claim} on {task}](figures/{file.name})", ""]
+        if comment := comments.get(f"{claim} on {task}"):
+            lines += [comment, ""]
     return lines
+
+
+def comments_in(file: Path) -> dict[str, str]:
+    """Returns heading -> what stands below it in a page; nothing where there is none."""
+    if not file.exists():
+        return {}
+    _, *parts = file.read_text(encoding="utf8").split("\n## ")
+    return {name: text.strip() for name, _, text in (part.partition("\n") for part in parts)}
 
 
 def comparison_section(comparisons: list[Comparison]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -93,15 +94,19 @@ def add(rows: list[dict], file: Path) -> int:
             frame = pd.DataFrame(list(new.values()))
             if known:
                 frame = pd.concat([read(file), frame.astype(object)])
-            frame = frame.sort_values(["task", "baseline", "group_size", "learning_rate", "seed"])
+            varied = ["varied"] if "varied" in frame else []
+            frame = frame.sort_values(["task", *varied, "baseline", "group_size", "learning_rate", "seed"])
             write_atomically(file, frame.to_csv(index=False))
     return len(new)
 
 
-def collect(folder: Path, keys: set[str], file: Path) -> int:
-    """Adds the ended runs below `folder` whose keys are among `keys`; returns how many were new."""
-    rows = [row for run in find_runs(folder) if (row := row_of(run)) is not None]
-    return add([row for row in rows if row["key"] in keys], file)
+def collect(folder: Path, asked: Mapping[str, str], file: Path) -> int:
+    """Adds the ended runs below `folder` that were asked for; returns how many were new.
+
+    asked: key -> what its recipe varies beside the columns that every row has, such as "improvement=pipo", or "".
+    """
+    found = [row for run in find_runs(folder) if (row := row_of(run)) is not None and row["key"] in asked]
+    return add([row | ({"varied": text} if (text := asked[row["key"]]) else {}) for row in found], file)
 
 
 def steps_table(rows: pd.DataFrame) -> pd.DataFrame:
