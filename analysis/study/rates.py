@@ -12,6 +12,7 @@ from otb.errors import RunError
 from otb.records import write_atomically
 
 RATES = Path(__file__).with_name("rates.yaml")
+FEWEST = 3  # rates; of an arm with fewer the search is not done
 TIE = 0.001  # of accuracy: the smaller rate is taken
 HEADER = """\
 # Written by `python -m analysis.study rates` from docs/study/rows/claim_rates*.csv; the rule is in docs/study/rules.md.
@@ -27,9 +28,14 @@ def scores(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def chosen(searched: pd.DataFrame) -> pd.DataFrame:
-    """Returns the row of `scores` of the rate that each arm gets, with `edge`: whether it is an end of its list."""
+    """Returns the row of `scores` of the rate that each arm gets, with `edge`: whether it is an end of its list.
+
+    An arm of whose rates fewer than `FEWEST` were tried gets none yet.
+    """
     best = []
     for _, arm in searched.groupby(["task", "baseline", "group_size"]):
+        if len(arm) < FEWEST:
+            continue
         arm = arm.sort_values("learning_rate", ignore_index=True)
         row = arm[arm.score >= arm.score.max() - TIE].iloc[0]
         best.append(row.to_dict() | {"edge": row.learning_rate in (arm.learning_rate.min(), arm.learning_rate.max())})
