@@ -86,10 +86,10 @@ def train(case: dict, base: int) -> dict:
             with part("sampling"):
                 return super()._generate(*args)
 
-        def _extra_pass(self, output, *args):
+        def _extra_pass(self, output, *args, **kwargs):
             widths["prompt"], widths["response"] = output["prompt_ids"].size(1), output["completion_ids"].size(1)
             with part("extra pass"):
-                return super()._extra_pass(output, *args)
+                return super()._extra_pass(output, *args, **kwargs)
 
         def compute_loss(self, *args, **kwargs):
             Path("/proc/self/clear_refs").write_text("5")  # the rollouts are made: sampling is not counted again

@@ -37,7 +37,7 @@ RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
 MEASURED = "claim_c1"  # whose rows are measurements of policies, not runs
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
-    *(MEASURED, "claim_fixed_rollouts", "claim_c2", "claim_c2_updates"),
+    *(MEASURED, "claim_fixed_rollouts", "claim_c2", "claim_c2_updates", "claim_rates_tools", "claim_rates_long"),
     *("neighbours_improvement", "neighbours_auxiliary", "neighbours_token_weights", "neighbours_schedule"),
 )
 

@@ -1,7 +1,7 @@
-"""LeanTrainer: a GRPOTrainer whose loss makes no forward and no backward that its gradient does not need.
+"""LeanTrainer: a GRPOTrainer whose loss makes no backward, and no second forward, that its gradient does not need.
 
-OTBTrainer is one; with `lean_steps=False` nothing here does anything, and TRL's one forward over the padded batch is
-the loss's. What it saves, each of it without a change of the gradient beyond rounding:
+OTBTrainer is one; with `lean_steps=False` its loss is TRL's. What it saves, each without a change of the gradient
+beyond rounding:
 
     padding         rollouts of similar length stand together, and each chunk is as wide as its longest
     backwards       a rollout whose advantages are all 0 has no gradient: its forward, for the metrics, keeps no graph
@@ -14,28 +14,34 @@ times log-probabilities: there all passes are TRL's (`_is_lean`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from otb.improving_trainer import ImprovingTrainer
 from otb.loss_inputs import per_position, response_mask
+from otb.records import flatten
 from otb.rollouts import joined
 
 ROW = "kept_row"  # the key of a batch under which each rollout's place in the kept pass stands
-CHUNKS = 4  # at most, of the rollouts of a pass, by length; more would save little padding and make its matrices small
+CHUNKS = 4  # of a batch, by length: its rows of one chunk; more would save little padding and make the matrices small
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+NOISY = ("drop", "jitter", "noise")  # in names of options that make two forwards of one model differ
 
 
 class KeptPass(NamedTuple):
     """A pass over a generation that its loss can take. Rows of log_probs and entropies (B, C) are in its own order.
 
-    has_graph (B,): whether a gradient can flow back through the row's log_probs.
+    has_graph (B,): whether a gradient can flow back through the row's log_probs. first: the number of its first row,
+    counted over all kept passes.
     """
 
     log_probs: Tensor
     entropies: Tensor
     has_graph: Tensor
+    first: int
 
 
 class LeanTrainer(ImprovingTrainer):
@@ -45,35 +51,57 @@ class LeanTrainer(ImprovingTrainer):
 
     def __init__(self, *args, **kwargs):
         self._kept_pass: KeptPass | None = None  # of the last generation, until its loss
+        self._rows_kept = 0  # in all passes that were kept so far
         self._loss_inputs: dict | None = None  # while a lean loss is computed
         super().__init__(*args, **kwargs)
 
     def _is_lean(self, batch: dict) -> bool:
-        """Tells whether the loss of these rollouts is a sum over advantages times what the log-probs say."""
+        """Tells whether a rollout without advantage has no gradient here, and this process may leave its backward out.
+
+        An expert that only such rollouts reach would get no gradient instead of one of 0, which Adam tells apart.
+        """
         return (
             bool(getattr(self.args, "lean_steps", False))
             and self.model.training
             and self.accelerator.num_processes == 1
+            and self.args.n_gpu <= 1
             and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
             and not (self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled)
             and self.improvement is None
             and self._mtp is None
             and "pixel_values" not in batch
+            and not self._has_experts
         )
 
     def _can_keep_pass(self, batch: dict) -> bool:
-        """Tells whether the loss will be that of the whole generation, by the weights and in the mode of a pass now."""
+        """Tells whether the loss will read the same rollouts with the same weights as a pass made now."""
         return (
             self._is_lean(batch)
             and self.args.steps_per_generation == self.num_iterations == 1
             and not self.args.gradient_checkpointing
-            and not has_dropout(self.model)
+            and not self.args.neftune_noise_alpha
+            and not self._is_noisy
         )
 
-    def _keep_pass(self, output: dict, kept: KeptPass) -> None:
+    @cached_property
+    def _has_experts(self) -> bool:
+        options = flat_options(self.accelerator.unwrap_model(self.model)).items()
+        return any("expert" in name and bool(value) for name, value in options)
+
+    @cached_property
+    def _is_noisy(self) -> bool:
+        return is_noisy(self.accelerator.unwrap_model(self.model))
+
+    def _keep_pass(self, output: dict, log_probs: Tensor, entropies: Tensor, has_graph: Tensor) -> None:
         """Keeps a pass for the loss. output: what TRL will shuffle and hand to it."""
-        self._kept_pass = kept
-        output[ROW] = torch.arange(len(kept.log_probs), device=kept.log_probs.device)
+        self._kept_pass = KeptPass(log_probs, entropies, has_graph, self._rows_kept)
+        rows = len(log_probs)
+        output[ROW] = torch.arange(self._rows_kept, self._rows_kept + rows, device=log_probs.device)
+        self._rows_kept += rows
+
+    def _generate_and_score_completions(self, inputs):
+        self._kept_pass = None  # whatever became of the loss that it was for
+        return super()._generate_and_score_completions(inputs)
 
     def _compute_loss(self, model, inputs):
         if not self._is_lean(inputs):
@@ -86,24 +114,38 @@ class LeanTrainer(ImprovingTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         batch = self._loss_inputs
-        if batch is None:
+        of_rows = {name for name, value in kwargs.items() if value is not None} - {
+            "compute_entropy",
+            "compute_aux_loss",
+        }
+        if batch is None or args or of_rows:  # further inputs have rows of their own
             part = (model, input_ids, attention_mask, logits_to_keep)
             return super()._get_per_token_logps_and_entropies(*part, *args, **kwargs)
-        kept, learns = self._kept_pass, learning_rows(batch)
-        known = torch.zeros_like(learns) if kept is None else kept.has_graph[batch[ROW]] | ~learns
-        parts = []
+        learns, kept = learning_rows(batch), self._kept_rows(batch)
+        known = torch.zeros_like(learns) if kept is None else kept.has_graph | ~learns
+        parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         lengths = batch["completion_mask"].sum(1)
-        for rows, with_gradient in chunks(lengths, learns, ~known, CHUNKS):
+        for rows, with_gradient in chunks(lengths, learns, ~known, -(-len(lengths) // CHUNKS)):
             width = max(1, int(lengths[rows].max()))
             wide = slice(input_ids.size(1) - logits_to_keep + width)
             with torch.set_grad_enabled(with_gradient):
                 part = (model, input_ids[rows, wide], attention_mask[rows, wide], width)
-                passed = super()._get_per_token_logps_and_entropies(*part, *args, **kwargs)
+                passed = super()._get_per_token_logps_and_entropies(*part, **kwargs)
             parts.append((rows, passed[:2]))
         if kept is not None:
             rows = known.nonzero().squeeze(1)
-            parts.append((rows, (kept.log_probs[batch[ROW][rows]], kept.entropies[batch[ROW][rows]])))
+            parts.append((rows, (kept.log_probs[rows], kept.entropies[rows])))
         return *in_order(parts, logits_to_keep), None
+
+    def _kept_rows(self, batch: dict) -> KeptPass | None:
+        """Returns the kept pass with the rows of a micro-batch in its order; None where it was made for another one."""
+        kept = self._kept_pass
+        if kept is None or ROW not in batch:
+            return None
+        places = batch[ROW] - kept.first
+        if not ((places >= 0) & (places < len(kept.log_probs))).all():
+            return None
+        return KeptPass(kept.log_probs[places], kept.entropies[places], kept.has_graph[places], kept.first)
 
 
 def learning_rows(batch: dict) -> Tensor:
@@ -115,16 +157,17 @@ def learning_rows(batch: dict) -> Tensor:
     return learns
 
 
-def chunks(lengths: Tensor, learns: Tensor, wanted: Tensor, most: int) -> Iterator[tuple[Tensor, bool]]:
-    """Cuts the wanted rollouts into chunks of similar length: (rows, whether they learn).
+def chunks(lengths: Tensor, learns: Tensor, wanted: Tensor, at_once: int) -> Iterator[tuple[Tensor, bool]]:
+    """Cuts the wanted rollouts into chunks of similar length, `at_once` of them in each: (rows, whether they learn).
 
-    lengths, learns, wanted: (B,). most: chunks of as many rows as a batch of all rollouts would be cut into.
+    lengths, learns, wanted: (B,). Those that learn come first: inside one autocast, weights that were cast without
+    gradient would be used again.
     """
     by_length = lengths.argsort()
     for with_gradient in (True, False):
         rows = by_length[(learns.eq(with_gradient) & wanted)[by_length]]
         if len(rows):
-            yield from ((part, with_gradient) for part in rows.split(-(-len(lengths) // most)))
+            yield from ((part, with_gradient) for part in rows.split(at_once))
 
 
 def in_order(parts: list[tuple[Tensor, tuple[Tensor, ...]]], width: int) -> list[Tensor]:
@@ -133,13 +176,21 @@ def in_order(parts: list[tuple[Tensor, tuple[Tensor, ...]]], width: int) -> list
     parts: (rows (b,), several values (b, w)) of each chunk. -> as many values (B, width), through which gradients flow.
     """
     place = torch.cat([rows for rows, _ in parts]).argsort()
-    no_row = torch.zeros(0, width, device=place.device)
+    no_row = torch.zeros(0, width, device=place.device)  # makes what is joined with it so wide, and float32
     return [joined([*values, no_row], dim=1)[place] for values in zip(*(values for _, values in parts), strict=True)]
 
 
-def has_dropout(model: torch.nn.Module) -> bool:
-    """Tells whether training draws a dropout mask anywhere, as far as modules and configuration say."""
-    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
+def is_noisy(model: nn.Module) -> bool:
+    """Tells whether two forwards in training may differ: by dropout or jitter, as modules and options say."""
+    if any(isinstance(module, DROPOUTS) and module.p > 0 for module in model.modules()):
         return True
-    options: dict = cast(Any, model).config.to_dict()
-    return any("drop" in name and isinstance(value, float | int) and value > 0 for name, value in options.items())
+    options = flat_options(model).items()
+    return any(
+        any(part in name for part in NOISY) and isinstance(value, float | int) and value > 0 for name, value in options
+    )
+
+
+def flat_options(model: Any) -> dict[str, Any]:
+    """Returns the options of a model's configuration and of its adapters, nested ones by dotted names."""
+    adapters = {name: adapter.to_dict() for name, adapter in getattr(model, "peft_config", {}).items()}
+    return flatten({"model": model.config.to_dict(), "adapters": adapters})

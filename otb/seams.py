@@ -103,6 +103,15 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "as TRL does around passes without gradient",
         ),
     ),
+    "otb/lean_sampling.py": (
+        Seam(
+            "transformers:GenerationMixin",
+            "_supports_default_dynamic_cache()",
+            "asked: without such a cache no rows can be taken out",
+        ),
+        Seam("transformers:DynamicCache", "batch_select_indices(indices)", "takes the rows that have ended out"),
+        Seam("transformers:DynamicCache", "batch_repeat_interleave(repeats)", "makes a group's rows of its prompt"),
+    ),
     "otb/lean_trainer.py": (
         Seam(
             GRPO, "_compute_loss(model, inputs)", "extended: inside it, the pass below leaves out what has no gradient"

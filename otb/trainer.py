@@ -8,7 +8,7 @@ each line with the classes that take part in it:
 
     training_step                              Run > OTB > GRPO   once per micro-batch
       _prepare_inputs                          OTB > Improving > GRPO  the next micro-batch, after making new ones:
-        _generate_and_score_completions        OTB > GRPO         prompts -> everything that the loss reads
+        _generate_and_score_completions        OTB > Lean > GRPO  prompts -> everything that the loss reads
           _generate                            Tool > OTB > GRPO  prompts -> responses; counts their tokens
             _generate_single_turn              Tool > OTB > GRPO  one turn of every unfinished rollout
             _get_tool_suffix_ids               Tool > GRPO        the reply to a tool call
@@ -65,7 +65,7 @@ from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
 from otb.improvement import PolicyImprovement
 from otb.lean_sampling import sampling_in_stages
-from otb.lean_trainer import CHUNKS, KeptPass, LeanTrainer, chunks, in_order
+from otb.lean_trainer import CHUNKS, LeanTrainer, chunks, in_order
 from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, token_weight_metrics
 from otb.mismatch import mismatch_metrics
@@ -127,8 +127,9 @@ class OTBConfig(GRPOConfig):
     lean_steps: bool = field(
         default=True,
         metadata={
-            "help": "Leave out what changes nothing but rounding: padding, a second forward and backwards of 0 "
-            "(otb/lean_trainer.py), rollouts that have ended (otb/lean_sampling.py). False: every pass as TRL makes it."
+            "help": "Leave out what changes a step by rounding alone: padding, a second forward, backwards of 0 "
+            "(otb/lean_trainer.py), rollouts that have ended (otb/lean_sampling.py; other random numbers, the same "
+            "distribution). False: every pass as TRL makes it."
         },
     )
     geometric_ratio_band: tuple[float, float] | None = field(
@@ -503,15 +504,16 @@ class OTBTrainer(LeanTrainer):
         ids, attention_mask = prompts_with_responses(output)
         prompt_width, width_of_all = output["prompt_ids"].size(1), output["completion_ids"].size(1)
         lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
-        started, keep = time.perf_counter(), keep and self.token_weights is None and self._can_keep_pass(output)
+        started = time.perf_counter()
+        keep = keep and self.token_weights is None and not self._needs & EXACT_NORMS and self._can_keep_pass(output)
         learns = torch.zeros_like(lengths, dtype=torch.bool)
         if keep:
             learns = self._may_learn(OwnTokens(response_mask(output)))
-        most = max(CHUNKS, -(-len(ids) // self.args.per_device_train_batch_size))
+        at_once = min(self.args.per_device_train_batch_size, -(-len(ids) // CHUNKS))
         parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self._scoring, self._watched = True, torch.zeros(output["completion_ids"].shape, device=ids.device)
-        with self._as_measurement(keep):
-            for rows, with_gradient in chunks(lengths, learns, torch.ones_like(learns), most):
+        with nullcontext() if keep else self._as_measurement():
+            for rows, with_gradient in chunks(lengths, learns, torch.ones_like(learns), at_once):
                 width = max(1, int(lengths[rows[-1]]))
                 chunk = slice(prompt_width + width)
                 part = (ids[rows, chunk], attention_mask[rows, chunk], width)
@@ -524,19 +526,22 @@ class OTBTrainer(LeanTrainer):
                 if reduced is not None:
                     probabilities = [values.detach() for values in passed[:2]]
                     predicting = hidden_states.pop()[:, -width - 1 : -1].detach()
-                    token_states = self._token_states(output, rows, predicting, *probabilities)
-                    reduced.append((rows, *cast(StatefulBaseline, self.baseline).reduce(token_states)))
+                    with torch.no_grad():
+                        token_states = self._token_states(output, rows, predicting, *probabilities)
+                        reduced.append((rows, *cast(StatefulBaseline, self.baseline).reduce(token_states)))
         log_probs, log_sum_sq_probs, *entropies = in_order(parts, width_of_all)
         if keep:
-            self._keep_pass(output, KeptPass(log_probs, entropies[0], learns))
-            self._add_seconds("advantages", started - time.perf_counter())  # this is the time of the loss
+            self._keep_pass(output, log_probs, entropies[0], learns)
+            # Less time than nothing: it is counted with the loss, which is what remains of a step.
+            self._add_seconds("advantages", started - time.perf_counter())
         return log_probs.detach(), log_sum_sq_probs.detach()
 
     def _may_learn(self, own: OwnTokens) -> Tensor:
         """Tells which rollouts of a lone process will have an advantage that is not 0, -> (B,) bool, by a guess.
 
-        The baseline is asked with 1 in the place of the norms that are not known yet: where rewards are equal, it is 0
-        or not whatever they are. What was not foreseen costs a second forward, and what was foreseen in vain a graph.
+        The baseline is asked with 1 in the place of the norms that are not known yet: where rewards are equal, whether
+        the advantage is 0 does not depend on them. What was not foreseen costs a second forward, and what was foreseen
+        in vain a graph.
         """
         if baselines.carries_state(self.baseline):
             return torch.ones(len(own.mask), dtype=torch.bool, device=own.mask.device)
@@ -548,17 +553,15 @@ class OTBTrainer(LeanTrainer):
             sequence_norms=ones.sum(-1),
             prefix_norms=ones.cumsum(-1),
         )
-        advantages = advantages_of(rollouts, self.baseline(rollouts))
+        with isolated_random_state():
+            advantages = advantages_of(rollouts, self.baseline(rollouts))
         return advantages.ne(0).any(-1).flatten()
 
     @contextmanager
-    def _as_measurement(self, keep: bool) -> Iterator[None]:
-        """Makes passes inside draw no dropout and keep nothing for a backward. keep: leaves them as they are."""
-        if keep:
-            yield
-            return
+    def _as_measurement(self) -> Iterator[None]:
+        """Makes passes inside draw no dropout and keep nothing for a backward."""
         checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with checkpointing_off, without_dropout(self.model):
+        with torch.no_grad(), checkpointing_off, without_dropout(self.model):
             yield
 
     def _watched_pass(self, ids: Tensor, attention_mask: Tensor, width: int, compute_entropy: bool):

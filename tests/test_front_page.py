@@ -134,6 +134,14 @@ def test_table_of_noise_quotes_the_numbers_that_are_drawn():
         assert quoted == drawn, name
 
 
+def test_accuracies_are_those_of_the_study():
+    page = (ROOT / "docs" / "study" / "README.md").read_text(encoding="utf8")
+    words = " ".join(README.split())
+    for arm in ("energy probe", "no baseline", "OTB"):
+        (effect,) = re.findall(rf"^\| {arm}, N=4 minus RLOO, N=4 \| ([^|]+) \|", page, re.MULTILINE)
+        assert effect in words, f"{arm}: {effect}"
+
+
 def test_table_of_baselines_says_of_each_what_it_declares():
     page = (ROOT / "docs" / "baselines.md").read_text(encoding="utf8")
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]

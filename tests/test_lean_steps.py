@@ -3,20 +3,22 @@
 import copy
 from contextlib import nullcontext
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
-from peft import LoraConfig
-from transformers import GenerationConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from trl import GRPOTrainer
 
 from otb import trainer as otb_trainer
+from otb.baselines import declare
 from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.none import none
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
-from otb.lean_sampling import SHARED_TOKENS, generate_in_stages
-from otb.lean_trainer import chunks, in_order, learning_rows
+from otb.lean_sampling import SHARED_TOKENS, generate_in_stages, sampling_in_stages
+from otb.lean_trainer import chunks, in_order, is_noisy, learning_rows
 from otb.tasks.arithmetic import Arithmetic
 from tests.support.trainers import recorded
 
@@ -130,7 +132,7 @@ def test_chunks_hold_every_wanted_rollout_once_by_length_and_apart_by_gradient()
     lengths = torch.tensor([5, 1, 9, 3, 7, 2, 8, 4])
     learns = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1]).bool()
     wanted = torch.tensor([1, 1, 1, 1, 1, 0, 1, 1]).bool()
-    found = [(rows.tolist(), with_gradient) for rows, with_gradient in chunks(lengths, learns, wanted, most=4)]
+    found = [(rows.tolist(), with_gradient) for rows, with_gradient in chunks(lengths, learns, wanted, at_once=2)]
     assert found == [([3, 7], True), ([0, 6], True), ([2], True), ([1, 4], False)]
 
 
@@ -210,7 +212,7 @@ def test_stages_give_the_responses_of_one_generate(chaotic, rows_of_forwards, co
     whole = model.generate(**options)
     plain = sum(rows * tokens for rows, tokens in rows_of_forwards)
     rows_of_forwards.clear()
-    staged = generate_in_stages(model.generate, **options)
+    staged = generate_in_stages(model, model.generate, **options)
     assert torch.equal(staged, whole)
     assert sum(rows * tokens for rows, tokens in rows_of_forwards) < 0.8 * plain
     shared = (len(ids) - len(ids) // copies) * ids.size(1) >= SHARED_TOKENS
@@ -224,7 +226,7 @@ def test_tokens_are_drawn_from_the_policy_also_after_rows_have_left(chaotic):
     ids, mask = prompts_of(tokenizer, 64, copies=8)
     config = configuration(tokenizer, do_sample=True, top_k=0, top_p=1.0, temperature=1.0)
     torch.manual_seed(0)
-    sampled = generate_in_stages(model.generate, input_ids=ids, attention_mask=mask, generation_config=config)
+    sampled = generate_in_stages(model, model.generate, input_ids=ids, attention_mask=mask, generation_config=config)
     responses = sampled[:, ids.size(1) :]
     ended = torch.isin(responses, torch.tensor(ENDS)).int()
     own = (ended.cumsum(1) - ended) == 0
@@ -238,10 +240,168 @@ def test_tokens_are_drawn_from_the_policy_also_after_rows_have_left(chaotic):
     assert (responses[~own] == tokenizer.pad_token_id).all()
 
 
-@pytest.mark.parametrize("option", [{"stop_strings": ["3"]}, {"num_beams": 2}, {"use_cache": False}])
-def test_what_cannot_be_cut_into_stages_is_left_to_generate(chaotic, option):
-    _, tokenizer = chaotic
-    config, seen = configuration(tokenizer, **option), []
+ONE_CALL = [  # each counts from the start of a call, or has no cache that rows can be taken out of
+    {"stop_strings": ["3"]},
+    {"num_beams": 2},
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+    {"min_new_tokens": 6},
+    {"begin_suppress_tokens": [7]},
+    {"exponential_decay_length_penalty": (2, 1.5)},
+    {"guidance_scale": 1.5},
+    {"max_time": 1.0},
+]
+
+
+@pytest.mark.parametrize("of_model", [False, True], ids=["asked for", "the model's own"])
+@pytest.mark.parametrize("option", ONE_CALL, ids=lambda option: next(iter(option)))
+def test_what_cannot_be_cut_into_stages_is_left_to_generate(chaotic, option, of_model):
+    model, tokenizer = chaotic
+    config, seen = configuration(tokenizer), []
+    (model.generation_config if of_model else config).update(**option)
     given = dict(input_ids=torch.zeros(2, 3), attention_mask=torch.ones(2, 3), generation_config=config)
-    generate_in_stages(lambda **options: seen.append(options), **given)
+    generate_in_stages(model, lambda **options: seen.append(options), **given)
     assert seen == [given]
+
+
+BASE = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+ARCHITECTURES = {
+    "mistral": (BASE | {"sliding_window": 16}, True),
+    "gpt2": (dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=256), True),
+    "lfm2": (BASE | {"layer_types": ["conv", "full_attention"]}, False),
+    "falcon_h1": (BASE | {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}, False),
+}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@torch.no_grad()
+def test_models_whose_cache_has_no_rows_are_sampled_in_one_call_and_others_equally(kind):
+    options, cut = ARCHITECTURES[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.mul_(6)
+    ids = torch.randint(3, 64, (8, 45)).repeat_interleave(8, 0)
+    config = GenerationConfig(max_new_tokens=32, pad_token_id=0, eos_token_id=[2, 16, 30, 44, 58], do_sample=False)
+    given = dict(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    whole, calls = model.generate(**given), []
+
+    def generate(**options):
+        calls.append(options)
+        return type(model).generate(model, **options)
+
+    assert torch.equal(generate_in_stages(model, generate, **given), whole)
+    assert (len(calls) > 1) == cut
+
+
+def test_a_generate_of_the_models_own_is_used_and_put_back(chaotic):
+    model, tokenizer = chaotic
+    seen = []
+    model.generate = own = lambda **options: seen.append(options)
+    with sampling_in_stages(model):
+        model.generate(
+            input_ids=torch.zeros(2, 3),
+            attention_mask=torch.ones(2, 3),
+            generation_config=configuration(tokenizer, num_beams=2),
+        )
+    assert len(seen) == 1 and model.generate is own
+
+
+# ---- what a kept pass must not do
+
+
+def scored(trainer, rows: int = 16) -> dict:
+    """A generation of the trainer, as it goes to the loss."""
+    trainer.model.train()
+    batch = [trainer.train_dataset[number // 4] for number in range(rows)]
+    return trainer._generate_and_score_completions(batch)
+
+
+def gradient(trainer, batch: dict) -> torch.Tensor:
+    trainer.model.zero_grad()
+    trainer._compute_loss(trainer.model, batch).backward()
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+
+def test_a_kept_pass_serves_its_own_batch_alone(tmp_path, untrained, tokenizer):
+    trainer = recorded(tmp_path, untrained, tokenizer, max_steps=1, lean_steps=True)
+    first, second = scored(trainer), scored(trainer)
+    trainer.args.lean_steps = False
+    expected = gradient(trainer, first)
+    trainer.args.lean_steps = True
+    torch.testing.assert_close(gradient(trainer, first), expected, rtol=1e-4, atol=1e-7)
+    third = scored(trainer)
+    assert trainer._kept_pass is not None
+    del third["kept_row"]
+    gradient(trainer, third)
+    assert trainer._kept_pass is None and second is not None
+
+
+def wrong_guess(rollouts):
+    """Advantages of 1 where rewards vary, as long as norms are 1, which is the guess; else where rewards are equal."""
+    is_guess = bool((rollouts.score_norms[rollouts.own] == 1).all())
+    varies = rollouts.rewards.ne(rollouts.rewards[:, :1]).any(1).view(-1, 1, 1)
+    returns = rollouts.rewards.unsqueeze(-1)
+    return torch.where(varies == is_guess, returns - 1, returns)
+
+
+def test_a_wrong_guess_of_what_will_learn_costs_forwards_and_changes_nothing(
+    tmp_path, untrained, tokenizer, same_rollouts
+):
+    baseline = declare(needs={"score_norms"})(wrong_guess)
+    options = {"baseline": baseline, "reward": constant_first_groups, "optim": "sgd", "learning_rate": 0.1}
+    lean, plain = (
+        recorded(tmp_path / str(on), copy.deepcopy(untrained), tokenizer, lean_steps=on, **options)
+        for on in (True, False)
+    )
+    assert any(row["grad_norm"] for row in logged(plain))
+    for mine, theirs in zip(lean.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_a_baseline_that_draws_leaves_the_random_state_of_training_alone(tmp_path, untrained, tokenizer, same_rollouts):
+    def draws(rollouts):
+        return torch.rand_like(rollouts.score_norms).mean((1, 2), keepdim=True)
+
+    options = {"baseline": declare(needs={"score_norms"})(draws), "max_steps": 2}
+    tokens = [
+        [
+            row["num_tokens"]
+            for row in logged(
+                recorded(tmp_path / str(on), copy.deepcopy(untrained), tokenizer, lean_steps=on, **options)
+            )
+        ]
+        for on in (True, False)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_reduce_sees_no_gradient(tmp_path, untrained, tokenizer):
+    class Watching(EnergyProbe):
+        seen: ClassVar[list] = []
+
+        def reduce(self, tokens):
+            self.seen.append(torch.is_grad_enabled() or tokens.hidden_states.requires_grad)
+            return super().reduce(tokens)
+
+    recorded(tmp_path, untrained, tokenizer, baseline=Watching(), max_steps=1, lean_steps=True)
+    assert Watching.seen and not any(Watching.seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("gemma3_text", {"attention_dropout": 0.2}), ("mixtral", {"router_jitter_noise": 0.1, "num_local_experts": 4})],
+)
+def test_noise_of_training_is_found_in_options(kind, options):
+    for given, noisy in ((BASE, False), (BASE | options, True)):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
+        assert is_noisy(model) == noisy
+
+
+@pytest.mark.parametrize("noise", [{"lora_dropout": 0.1}, {}], ids=["dropout", "none"])
+def test_noise_of_training_is_found_in_adapters(untrained, noise):
+    assert is_noisy(get_peft_model(untrained, LoraConfig(target_modules="all-linear", r=2, **noise))) == bool(noise)

@@ -28,8 +28,8 @@ HEAD = """\
 Written by `python -m analysis.study report` (`make report-study`) from the rows in `rows/`, by the rules in
 [rules.md](rules.md), which were committed before the runs. Every finished run has a row; `make study` runs what has
 none. Estimates: interquartile means over seeds with 95 % intervals, paired by seed ([analysis.md](../analysis.md)). All
-of it is from the tiny policy (0.35 M parameters) on a CPU. Why there is a long task:
-[arithmetic_long](arithmetic_long.md).
+of it is from the tiny policy (0.35 M parameters) on a CPU. What stands below the tables is written by hand
+([comments](comments.md)). Why there is a long task: [arithmetic_long](arithmetic_long.md).
 """
 COMMANDS = {
     "C1": "python experiments/study.py claim_c1",

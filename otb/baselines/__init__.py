@@ -42,7 +42,7 @@ class StatefulBaseline(Protocol):
         """
 
     def __call__(self, rollouts: RolloutGroups) -> Tensor | Baseline:
-        """Returns the value, like any baseline, and changes no state."""
+        """Returns the value, like any baseline, and changes no state; it may be asked several times a step."""
 
     def update(self, rollouts: RolloutGroups) -> None:
         """Learns from a step. The trainer calls it after the step's advantages are made."""
@@ -59,8 +59,9 @@ def declare(
 ) -> Callable:
     """Declares what a baseline needs beyond rewards and lengths, the smallest group it works with, and its shape.
 
-    needs: subset of KNOWN_NEEDS. "score_norms": the squared score norms w per token, at one no-grad forward where TRL
-    makes none. "hidden_states": the trainer hands them to the baseline's `reduce`, at one no-grad forward.
+    needs: subset of KNOWN_NEEDS. "score_norms": the squared score norms w per token, at one forward where TRL makes
+    none and the loss cannot share its own. "hidden_states": the trainer hands them to the baseline's `reduce`, at such
+    a forward.
     "sequence_norms", "prefix_norms": exact norms by backward passes, one per rollout or one per own token.
     per_token: the value differs between the tokens of a rollout, so that losses and masks which read one advantage
     per rollout are refused beside it.
