@@ -170,6 +170,10 @@ def tokens_saved(runs: Runs) -> list[Comparison]:
                 why = "; ".join(filter(None, [lacks, censored]))
             comparisons.append(Comparison("C4", runs.task, what, effect, verdict, why))
     target = TARGETS[0] * runs.best_final
+    if {small, large} <= runs.finals.keys():  # how much of the saving N alone makes
+        what = f"{named(small)} against {named(large)}, to {TARGETS[0]:.0%} of the best"
+        of_size = saved(runs, small, large, target)
+        comparisons.append(Comparison("C4", runs.task, what, of_size, "", censored_text(runs, small, target)))
     for arm in sorted(runs.finals):
         if arm[1] == SMALL and arm not in (ours, small) and small in runs.finals:
             what = f"{named(arm)} against {named(small)}, to {TARGETS[0]:.0%} of the best"
