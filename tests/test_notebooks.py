@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
-NAMES = ["01_walkthrough_otb", "02_figures", "03_inspect_run"]
+NAMES = ["01_walkthrough_otb", "02_figures", "03_inspect_run", "04_study"]
 
 
 def code_cells(name: str) -> list:
