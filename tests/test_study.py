@@ -135,9 +135,13 @@ def test_the_rate_with_the_highest_mean_accuracy_is_chosen_and_of_equal_ones_the
 
 
 def test_rates_are_found_again_and_one_that_is_missing_names_its_search(tmp_path):
-    rows.add([made_up(rate=3e-4), made_up(rate=1e-3, final=0.9)], tmp_path / "rows.csv")
+    tried = [made_up(rate=3e-4), made_up(rate=1e-3, final=0.9), made_up(rate=3e-3, final=0.5)]
+    begun = [made_up("rloo", rate=rate) for rate in (3e-4, 1e-3)]  # of a search that is not done
+    rows.add([*tried, *begun], tmp_path / "rows.csv")
     rates.write_rates([tmp_path / "rows.csv"], tmp_path / "rates.yaml")
     assert rates.tuned_rate("arithmetic", "otb", 4, tmp_path / "rates.yaml") == 1e-3
+    with pytest.raises(RunError, match="no learning rate for task=arithmetic baseline=rloo group_size=4"):
+        rates.tuned_rate("arithmetic", "rloo", 4, tmp_path / "rates.yaml")
     with pytest.raises(RunError, match="no learning rate for task=arithmetic baseline=otb group_size=32"):
         rates.tuned_rate("arithmetic", "otb", 32, tmp_path / "rates.yaml")
 

@@ -39,7 +39,7 @@ def chosen(searched: pd.DataFrame) -> pd.DataFrame:
         arm = arm.sort_values("learning_rate", ignore_index=True)
         row = arm[arm.score >= arm.score.max() - TIE].iloc[0]
         best.append(row.to_dict() | {"edge": row.learning_rate in (arm.learning_rate.min(), arm.learning_rate.max())})
-    return pd.DataFrame(best)
+    return pd.DataFrame(best, columns=[*searched.columns, "edge"])
 
 
 def write_rates(files: list[Path], target: Path = RATES) -> pd.DataFrame:
