@@ -24,9 +24,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from step_time import AGAINST_TRL, CASES, PLAIN, Arm, parts_of_steps, quiet, ratio, side_by_side
+from step_time import AGAINST_TRL, PLAIN, otb_arm, parts_of_steps, quiet, ratio, side_by_side
 
-from otb import OTBTrainer
 from otb.advantages import advantages
 from otb.baselines.otb import otb
 from otb.policies.warm_start import WarmStart, warm_start
@@ -44,8 +43,7 @@ EPS = 1e-8
 def steps() -> Iterator[tuple]:
     """Compares training steps with TRL's (benchmarks/step_time.py)."""
     policy = str(warm_start(Arithmetic(), WarmStart()))
-    for name in AGAINST_TRL:
-        group_size, *arms = CASES[name]
+    for name, (group_size, *arms) in AGAINST_TRL.items():
         pairs = side_by_side(policy, group_size, *arms, 12 if group_size > 4 else 40)
         yield (f"step: {name}", "ratio", *ratio(pairs), len(pairs))
 
@@ -53,7 +51,7 @@ def steps() -> Iterator[tuple]:
 def overhead() -> Iterator[tuple]:
     """Takes what score norms, baseline and advantages cost beside the loss, where each pass is made as TRL makes it."""
     policy = str(warm_start(Arithmetic(), WarmStart()))
-    pairs = parts_of_steps(policy, Arm(OTBTrainer, otb, PLAIN), 40)
+    pairs = parts_of_steps(policy, otb_arm(otb, PLAIN), 40)
     yield (OVERHEAD, "ratio", *ratio(pairs), len(pairs))
 
 

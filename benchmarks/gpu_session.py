@@ -127,7 +127,8 @@ def extra_pass(session: Session) -> dict | list:
 def step(session: Session) -> dict | list:
     """Returns the time of OTBTrainer's step over GRPOTrainer's, in pairs, at a real vocabulary where there is a GPU."""
     policy = session.policy("tiny" if session.cpu else "Qwen/Qwen2.5-0.5B")
-    size = ["--steps", "2"] if session.cpu else ["--steps", "40"]
+    cases = ["otb / GRPOTrainer, N=4", "otb without lean steps / GRPOTrainer, N=4", "rloo / GRPOTrainer, N=4"]
+    size = ["--steps", "2" if session.cpu else "40", "--cases", *cases]
     return session.figures("step", "step_time", "--policy", policy, *size)
 
 

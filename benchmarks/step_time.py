@@ -44,24 +44,26 @@ from otb.trainer import isolated_random_state
 
 WARM_UP_STEPS = 2
 PROMPTS = 16
-LORA = LoraConfig(target_modules="all-linear", r=16, lora_alpha=32)
+LORA = {"peft_config": LoraConfig(target_modules="all-linear", r=16, lora_alpha=32, task_type="CAUSAL_LM")}
 
 
 class Arm(NamedTuple):
-    """One side of a comparison: a trainer's class, its baseline if it takes one, and options of its configuration."""
+    """One side of a comparison: a trainer's class, options of its configuration, and further arguments by name."""
 
     kind: type
-    baseline: Any = None
     options: dict = {}
-    peft_config: Any = None
+    given: dict = {}
 
 
-TRL = Arm(GRPOTrainer)
+def otb_arm(baseline: Any, options: dict | None = None, **given) -> Arm:
+    """Returns the arm of an OTBTrainer with a baseline."""
+    return Arm(OTBTrainer, options or {}, {"baseline": baseline, **given})
+
+
+TRL, RLOO = Arm(GRPOTrainer), otb_arm(rloo)
 PLAIN, TWICE = {"lean_steps": False}, {"num_iterations": 2}
-RLOO = Arm(OTBTrainer, rloo)
 IN_MICRO_BATCHES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "log_energy": True}
-BASELINES = {
-    "otb": otb,
+BASELINES = {  # beside otb
     "otb_carry_loo": otb_carry_loo,
     "energy_probe": EnergyProbe(),
     "energy_probe, group_correction": EnergyProbe(group_correction=True),
@@ -72,21 +74,17 @@ BASELINES = {
     "otb_exact": otb_exact,
 }
 AGAINST_TRL = {  # what -> group size, ours, what it is compared with
-    "otb / GRPOTrainer, N=4": (4, Arm(OTBTrainer, otb), TRL),
-    "rloo / GRPOTrainer, N=4": (4, Arm(OTBTrainer, rloo), TRL),
-    "otb / GRPOTrainer, N=32": (32, Arm(OTBTrainer, otb), TRL),
-    "otb / rloo, N=4": (4, Arm(OTBTrainer, otb), RLOO),
-    "otb without lean steps / GRPOTrainer, N=4": (4, Arm(OTBTrainer, otb, PLAIN), TRL),
-    "the same with two updates, where TRL's pass is reused": (
-        4, Arm(OTBTrainer, otb, PLAIN | TWICE), Arm(GRPOTrainer, None, TWICE),
-    ),
-    "otb / GRPOTrainer, N=4, LoRA": (4, Arm(OTBTrainer, otb, {}, LORA), Arm(GRPOTrainer, None, {}, LORA)),
-}  # fmt: skip
-CASES = AGAINST_TRL | {
-    f"{name} / rloo, N=4": (4, Arm(OTBTrainer, baseline), RLOO) for name, baseline in BASELINES.items()
+    "otb / GRPOTrainer, N=4": (4, otb_arm(otb), TRL),
+    "rloo / GRPOTrainer, N=4": (4, RLOO, TRL),
+    "otb / GRPOTrainer, N=32": (32, otb_arm(otb), TRL),
+    "otb / rloo, N=4": (4, otb_arm(otb), RLOO),
+    "otb without lean steps / GRPOTrainer, N=4": (4, otb_arm(otb, PLAIN), TRL),
+    "the same with two updates, where TRL's pass is reused": (4, otb_arm(otb, PLAIN | TWICE), Arm(GRPOTrainer, TWICE)),
+    "otb / GRPOTrainer, N=4, LoRA": (4, otb_arm(otb, **LORA), Arm(GRPOTrainer, given=LORA)),
 }
+CASES = AGAINST_TRL | {f"{name} / rloo, N=4": (4, otb_arm(baseline), RLOO) for name, baseline in BASELINES.items()}
 CASES["otb, noise measured / not, 8 micro-batches"] = (
-    4, Arm(OTBTrainer, otb, IN_MICRO_BATCHES | {"measure_gradient_noise": True}), Arm(OTBTrainer, otb, IN_MICRO_BATCHES)
+    4, otb_arm(otb, IN_MICRO_BATCHES | {"measure_gradient_noise": True}), otb_arm(otb, IN_MICRO_BATCHES)
 )  # fmt: skip
 
 
@@ -122,7 +120,6 @@ def trainer_of(arm: Arm, policy: str, group_size: int, steps: int, output: str, 
         max_completion_length=task.max_completion_length, max_steps=steps + WARM_UP_STEPS,
     )  # fmt: skip
     arguments = OTBConfig(**(usual | arm.options))
-    own = {"baseline": arm.baseline} if arm.baseline else {}
     trainer = arm.kind(
         AutoModelForCausalLM.from_pretrained(policy),
         task.reward,
@@ -130,8 +127,7 @@ def trainer_of(arm: Arm, policy: str, group_size: int, steps: int, output: str, 
         task.train_dataset(),
         processing_class=AutoTokenizer.from_pretrained(policy),
         callbacks=[turns],
-        peft_config=arm.peft_config,
-        **own,
+        **arm.given,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer

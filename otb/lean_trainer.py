@@ -114,11 +114,8 @@ class LeanTrainer(ImprovingTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         batch = self._loss_inputs
-        of_rows = {name for name, value in kwargs.items() if value is not None} - {
-            "compute_entropy",
-            "compute_aux_loss",
-        }
-        if batch is None or args or of_rows:  # further inputs have rows of their own
+        further = any(value is not None for name, value in kwargs.items() if not name.startswith("compute_"))
+        if batch is None or args or further:  # what has rows of its own
             part = (model, input_ids, attention_mask, logits_to_keep)
             return super()._get_per_token_logps_and_entropies(*part, *args, **kwargs)
         learns, kept = learning_rows(batch), self._kept_rows(batch)

@@ -75,7 +75,7 @@ CASES = {
 def test_a_lean_step_has_the_gradient_and_the_metrics_of_a_plain_one(
     tmp_path, untrained, tokenizer, same_rollouts, case
 ):
-    """By SGD, whose steps are as exact as gradients: Adam makes a full step of what is rounding alone."""
+    """SGD trains here, whose steps are as exact as gradients: Adam makes a full step of what is rounding alone."""
     baseline, options = CASES[case]
     options = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1} | options
     lean, plain = (

@@ -175,3 +175,20 @@ def test_page_of_the_tests_names_every_file():
     files = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
     assert {name for name in files if not any(fnmatch(name, pattern) for pattern in patterns)} == set()
     assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in files)] == []
+
+
+def test_benchmarks_import_of_each_other_what_is_there():
+    """None of them is run here: what one takes from another must not go unnoticed."""
+    trees = {path.stem: ast.parse(path.read_text(encoding="utf8")) for path in (ROOT / "benchmarks").glob("*.py")}
+    defined: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        nodes = [
+            node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.ClassDef)
+        ]
+        targets = [target for node in nodes if isinstance(node, ast.Assign) for target in ast.walk(node.targets[0])]
+        defined[name] = {target.id for target in targets if isinstance(target, ast.Name)}
+        defined[name] |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in trees:
+                assert {alias.name for alias in node.names} <= defined[node.module], name

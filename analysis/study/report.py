@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analysis.arms import label
 from analysis.group_size import accuracy_by_group_size
 from analysis.learning_curves import learning_curves
 from analysis.report.markdown import markdown_table
@@ -61,12 +62,13 @@ def write(folder: Path) -> list[Path]:
     if not rows:
         raise RunError(f"{folder}/rows holds no csv file. Run python experiments/study.py first.")
     root = folder.parents[1]
-    spoken = [*all_comparisons(rows), *verdicts.cost(root / "benchmarks" / "results.csv")]
-    drawn = figures(rows, folder / "figures")
+    noise = noise_by_task(rows)
+    spoken = [*all_comparisons(rows, noise), *verdicts.cost(root / "benchmarks" / "results.csv")]
+    drawn = figures(rows, noise, folder / "figures")
     text = [
         HEAD,
         *summary(spoken),
-        *sections(spoken, drawn, comments_in(folder / "comments.md")),
+        *sections(spoken, noise, drawn, comments_in(folder / "comments.md")),
         *search_section(rows),
         *not_run(rows),
     ]
@@ -86,10 +88,10 @@ def of_kind(rows: dict[str, pd.DataFrame], kind: str) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["task"])
 
 
-def all_comparisons(rows: dict[str, pd.DataFrame]) -> list[Comparison]:
-    """Returns the comparisons of every claim and task that has rows."""
+def all_comparisons(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame]) -> list[Comparison]:
+    """Returns the comparisons of every claim and task that has rows. noise: as `noise_by_task` returns it."""
     found: list[Comparison] = []
-    for _, results in noise_by_task(rows):
+    for results in noise.values():
         found += verdicts.gradient_noise(results)
     for _, part in of_kind(rows, MAIN).groupby("task"):
         runs = Runs(part)
@@ -99,12 +101,10 @@ def all_comparisons(rows: dict[str, pd.DataFrame]) -> list[Comparison]:
     return found
 
 
-def noise_by_task(rows: dict[str, pd.DataFrame]) -> list[tuple[str, pd.DataFrame]]:
-    """Returns (task, noise of its estimators) of the measurements of claim C1."""
+def noise_by_task(rows: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Returns task -> noise of its estimators, from the measurements of claim C1."""
     moments = of_kind(rows, "claim_c1")
-    if moments.empty:
-        return []
-    return [(str(task), part) for task, part in relative_noise(moments).groupby("task")]
+    return {} if moments.empty else {str(task): part for task, part in relative_noise(moments).groupby("task")}
 
 
 def table(spoken: list[Comparison]) -> pd.DataFrame:
@@ -114,9 +114,13 @@ def table(spoken: list[Comparison]) -> pd.DataFrame:
     return pd.DataFrame([fact | end for fact, end in zip(facts, ends, strict=True)])
 
 
+def decisive(spoken: list[Comparison]) -> list[Comparison]:
+    """Returns the comparisons that speak a verdict, by claim and task."""
+    return sorted((c for c in spoken if c.verdict), key=lambda c: (c.claim, c.task))
+
+
 def summary(spoken: list[Comparison]) -> list[str]:
     """Returns the table of verdicts: claim, task, verdict, effect, seeds, command."""
-    decided = [comparison for comparison in spoken if comparison.verdict]
     rows = [
         {
             "claim": c.claim,
@@ -128,7 +132,7 @@ def summary(spoken: list[Comparison]) -> list[str]:
             "why": c.why,
             "command": f"`{COMMANDS[c.claim]}`",
         }
-        for c in sorted(decided, key=lambda c: (c.claim, c.task))
+        for c in decisive(spoken)
     ]
     return ["## Verdicts", "", markdown_table(pd.DataFrame(rows)), ""]
 
@@ -138,13 +142,18 @@ def effect_text(comparison: Comparison) -> str:
     return "not measured" if np.isnan(comparison.effect.estimate) else str(comparison.effect)
 
 
-def sections(spoken: list[Comparison], drawn: dict[tuple[str, str], Path], comments: dict[str, str]) -> list[str]:
+def sections(
+    spoken: list[Comparison],
+    noise: dict[str, pd.DataFrame],
+    drawn: dict[tuple[str, str], Path],
+    comments: dict[str, str],
+) -> list[str]:
     """Returns a section per claim and task: its comparisons, its figure and what was written of it by hand."""
     lines = []
     for claim, task in dict.fromkeys((c.claim, c.task) for c in sorted(spoken, key=lambda c: (c.claim, c.task))):
         of_both = [c for c in spoken if (c.claim, c.task) == (claim, task)]
-        table_of = noise_section if claim == "C1" else comparison_section
-        lines += [f"## {claim} on `{task}`", "", *table_of(of_both), ""]
+        tables = noise_section(of_both[0], noise[task]) if claim == "C1" else comparison_section(of_both)
+        lines += [f"## {claim} on `{task}`", "", *tables, ""]
         if (claim, task) in drawn:
             file = drawn[claim, task]
             lines += [f"![{claim} on {task}](figures/{file.name})", ""]
@@ -167,19 +176,18 @@ def comparison_section(comparisons: list[Comparison]) -> list[str]:
     return [markdown_table(pd.DataFrame(rows))]
 
 
-def noise_section(comparisons: list[Comparison]) -> list[str]:
+def noise_section(decided: Comparison, results: pd.DataFrame) -> list[str]:
     """Returns the decision on C1 and a table with a row per estimator, at the two group sizes that speak."""
-    decided, *beside = comparisons
-    cells: dict[str, dict[str, str]] = {}
-    for comparison in beside:
-        stage, _, arm = comparison.what.partition(" relative to ")[0].partition(": ")
-        name, _, size = arm.rpartition(", N=")
-        if int(size) in (verdicts.SMALL, verdicts.LARGE):
-            cells.setdefault(name, {"noise / RLOO": name})[f"{stage}, N={size}"] = effect_text(comparison)
-    columns = [f"{stage}, N={size}" for size in (verdicts.SMALL, verdicts.LARGE) for stage in verdicts.STAGES]
-    wide = pd.DataFrame(list(cells.values())).reindex(columns=["noise / RLOO", *columns]).fillna("")
+    shown = results[(results.estimator != verdicts.RIVAL) & results.group_size.isin([verdicts.SMALL, verdicts.LARGE])]
+    shown = shown.assign(arm=shown.estimator.map(label), cell=[str(effect) for effect in verdicts.noise_effects(shown)])
+    wide = shown.pivot(index="arm", columns=["group_size", "stage"], values="cell")
+    places = [(size, stage) for size in (verdicts.SMALL, verdicts.LARGE) for stage in verdicts.STAGES]
+    wide = (
+        wide.reindex(columns=pd.MultiIndex.from_tuples(places)).fillna("").sort_index(key=lambda arms: arms.str.lower())
+    )
+    wide.columns = [f"{stage}, N={size}" for size, stage in places]
     what = f"{decided.what}: {effect_text(decided)}, {decided.verdict}. Other group sizes: verdicts.csv."
-    return [what, "", markdown_table(wide)]
+    return [what, "", markdown_table(wide.rename_axis("noise / RLOO").reset_index())]
 
 
 def front_table(spoken: list[Comparison]) -> str:
@@ -192,8 +200,7 @@ def front_table(spoken: list[Comparison]) -> str:
             "effect": f"{c.what}: {effect_text(c)}",
             "command": f"`{COMMANDS[c.claim]}`",
         }
-        for c in sorted(spoken, key=lambda c: (c.claim, c.task))
-        if c.verdict
+        for c in decisive(spoken)
     ]
     return markdown_table(pd.DataFrame(rows))
 
@@ -233,10 +240,10 @@ def not_run(rows: dict[str, pd.DataFrame]) -> list[str]:
     return ["## Not run yet", "", *missing, ""] if missing else []
 
 
-def figures(rows: dict[str, pd.DataFrame], folder: Path) -> dict[tuple[str, str], Path]:
+def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folder: Path) -> dict[tuple[str, str], Path]:
     """Draws one figure per claim and task; returns (claim, task) -> picture."""
     drawn: dict[tuple[str, str], Path] = {}
-    for of_task, results in noise_by_task(rows):
+    for of_task, results in noise.items():
         drawn["C1", of_task] = save(noise_over_training(results), folder / f"c1_{of_task}", ("png", "pdf"))[0]
     makers: list[tuple[str, str, Callable]] = [
         ("C3", MAIN, small_and_large),

@@ -83,25 +83,28 @@ def gradient_noise(results: pd.DataFrame) -> list[Comparison]:
     results: of one task, as analysis.study.noise.relative_noise returns it. The number of seeds is that of policies.
     """
     task = str(results.task.iloc[0])
-
-    def of(row) -> Interval:
-        return Interval(row.relative_noise, row.relative_noise_low, row.relative_noise_high, int(row.policies))
-
     judged = results[(results.estimator == OURS) & results.group_size.isin([SMALL, LARGE])]
-    effects = [of(row) for row in judged.itertuples()]
-    worst = judged.iloc[int(np.argmax([effect.estimate for effect in effects]))]
+    effects = noise_effects(judged)
+    place = int(np.argmax([effect.estimate for effect in effects]))
+    worst = judged.iloc[place]
     lacking = [f"{stage}: nothing" for stage in STAGES if stage not in set(results.stage)]
     if (policies := int(results.policies.min())) < POLICIES:
         lacking.append(f"{policies} of {POLICIES} policies")
     verdict = UNDECIDED if lacking else noise_verdict(effects)
     what = f"{label(OURS)} relative to {label(RIVAL)} where it is noisiest: {worst.stage}, N={worst.group_size}"
-    comparisons = [Comparison("C1", task, what, of(worst), verdict, "; ".join(lacking))]
+    comparisons = [Comparison("C1", task, what, effects[place], verdict, "; ".join(lacking))]
     others: Any = results[results.estimator != RIVAL].sort_values(["group_size", "estimator"])
-    for row in others.itertuples():
+    for row, effect in zip(others.itertuples(), noise_effects(others), strict=True):
         name, size = str(row.estimator), int(row.group_size)
         what = f"{row.stage}: {label(name, size)} relative to {label(RIVAL, size)}"
-        comparisons.append(Comparison("C1", task, what, of(row), "", ""))
+        comparisons.append(Comparison("C1", task, what, effect, "", ""))
     return comparisons
+
+
+def noise_effects(results: pd.DataFrame) -> list[Interval]:
+    """Returns the noise relative to the rival's of every row; the number of seeds is that of policies."""
+    names = ["relative_noise", "relative_noise_low", "relative_noise_high", "policies"]
+    return [Interval(*row) for row in results[names].itertuples(index=False)]
 
 
 def noise_verdict(effects: list[Interval]) -> str:
