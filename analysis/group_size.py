@@ -29,29 +29,31 @@ def by_seed(rows: pd.DataFrame, column: str) -> dict[int, float]:
     return dict(zip(rows.seed, rows[column].astype(float), strict=True))
 
 
-def accuracy_by_group_size(table: pd.DataFrame, value: str = "final"):
+def accuracy_by_group_size(table: pd.DataFrame, value: str = "final", whole_grid: bool = True):
     """Draws final accuracy over N per baseline: interquartile mean, 95 % interval, a point per seed.
 
     Args:
         table: rows of one setting.
         value: "final", "best" or "mean" of `final_accuracy`.
+        whole_grid: whether every baseline must have been run at every size; if not, what there is is drawn.
 
     Returns:
         The axes.
 
     Raises:
-        RunError: a cell of baselines x sizes is missing.
+        RunError: a cell of baselines x sizes is missing from a whole grid.
     """
     runs = final_accuracy(table)
     cells = {(b, int(n)) for b, n in zip(runs.baseline, runs.group_size, strict=True)}
     sizes = sorted({n for _, n in cells})
-    require_grid(cells, sorted({b for b, _ in cells}), sizes)
+    if whole_grid:
+        require_grid(cells, sorted({b for b, _ in cells}), sizes)
     _, axes = figure()
     plotted = []
     for place, baseline in enumerate(dict.fromkeys(base for base, *_ in by_arm(runs))):
         points = []
         shift = 2 ** (0.05 * (place - 1))  # intervals side by side on the logarithmic axis
-        for size in sizes:
+        for size in [size for size in sizes if (baseline, size) in cells]:
             values = runs[(runs.baseline == baseline) & (runs.group_size == size)][value].to_numpy()
             interval = bootstrap([values], iqm, bounds=(0, 1))
             points.append({"baseline": baseline, "group_size": size, **interval._asdict()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -246,7 +247,7 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
     for of_task, results in noise.items():
         drawn["C1", of_task] = save(noise_over_training(results), folder / f"c1_{of_task}", ("png", "pdf"))[0]
     makers: list[tuple[str, str, Callable]] = [
-        ("C3", MAIN, small_and_large),
+        ("C3", MAIN, partial(accuracy_by_group_size, whole_grid=False)),
         ("C4", MAIN, curves_over_tokens),
         ("C2", "claim_c2", stability),
     ]
@@ -259,13 +260,6 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
             files = save(axes, folder / f"{claim.lower()}_{task}", ("png", "pdf"))
             drawn[claim, str(task)] = files[0]
     return drawn
-
-
-def small_and_large(steps: pd.DataFrame):
-    """Draws final accuracy of the arms that were run at both group sizes; at one size where none was."""
-    sizes = steps.groupby("baseline").group_size.nunique()
-    both = steps[steps.baseline.isin(sizes.index[sizes == sizes.max()])]
-    return accuracy_by_group_size(both)
 
 
 def curves_over_tokens(steps: pd.DataFrame):
