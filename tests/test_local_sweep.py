@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.hardware import visible_gpus
+from experiments.sweeps.preloaded import Preloaded
 from tests.support import commands
 from tests.support.commands import ROOT, arguments, run_command_line, wait_for, without_times
 from tests.support.economy import NO_PICTURES
@@ -88,6 +89,33 @@ def test_waiting_for_nothing_is_refused_where_no_queue_keeps_the_runs(policy, tm
     assert done.returncode == 2 and "error: wait=false needs a queue" in done.stderr
     done = sweep(tmp_path / "runs", policy, "hydra.launcher.parallel=0")
     assert done.returncode == 2 and "hydra.launcher.parallel=0 must be a whole number of at least 1" in done.stderr
+
+
+def test_a_preloaded_process_does_one_run_after_the_other(policy, tmp_path):
+    """Refused, stopped, refused again: each has its own exit code and log. One that is killed is replaced."""
+    place = Preloaded(ROOT, {**os.environ, "PYTHONPATH": str(ROOT), NO_PICTURES: "1"})
+    logs = [tmp_path / f"{number}.log" for number in range(3)]
+    place.start(["group_size=0"], {}, logs[0])
+    first = place.process.pid
+    assert place.wait(PATIENCE_SECONDS) == 2 and place.poll() == 2
+    assert "group_size=0 must be" in logs[0].read_text()
+
+    place.start(arguments(tmp_path / "runs", model__name=policy, steps=1000), {}, logs[1])
+    wait_for(lambda: list((tmp_path / "runs").glob("*/*/metrics.jsonl")))
+    with pytest.raises(subprocess.TimeoutExpired):
+        place.wait(0.01)
+    place.terminate()
+    assert place.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+
+    place.start(["baseline.kind=?"], {}, logs[2])
+    assert place.wait(PATIENCE_SECONDS) == 2 and place.process.pid == first
+    assert "baseline.kind" in logs[2].read_text() and "group_size" not in logs[2].read_text()
+    place.process.kill()
+    place.process.wait()
+    place.start(["group_size=0"], {}, logs[0])
+    assert place.wait(PATIENCE_SECONDS) == 2 and place.process.pid != first
+    place.close()
+    assert place.process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_runs_get_one_gpu_each_of_those_that_are_visible(monkeypatch, tmp_path):

@@ -39,15 +39,10 @@ def test_processes_of_a_run_and_runs_of_a_sweep_share_the_cores(eight_cores, mon
 
 def test_runs_of_a_local_sweep_are_given_their_share(eight_cores, monkeypatch, tmp_path):
     """Four places on a machine without GPUs: two cores each."""
-    given = {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("experiments.sweeps.local.take_snapshot", lambda folder: ROOT)
-    process = SimpleNamespace(pid=1)
-    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: given.update(env) or process)
-    job = SimpleNamespace(number=0, error=None, starts=0, overrides=[], save=lambda folder: None)
-    sweep = LocalSweep(tmp_path, [job], parallel=4, max_restarts=0, overwrite=True)
-    sweep._start(job)
-    assert given[threads.CORES] == "2" and len(sweep.free) == 3
+    sweep = LocalSweep(tmp_path, [], parallel=4, max_restarts=0, overwrite=True)
+    assert [place.environment[threads.CORES] for place in sweep.free] == ["2"] * 4
 
 
 def test_whoever_sets_omp_num_threads_has_decided(monkeypatch):

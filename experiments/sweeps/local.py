@@ -1,5 +1,7 @@
 """A sweep on this machine: each run is a process of its own, a few at a time. hydra/launcher=local uses it.
 
+With GPUs a run is a new process; without, it is the fork of one that has the imports behind it (preloaded.py).
+
 A run that is killed is started again and resumes, up to a limit; one that is refused or crashes is not.
 """
 
@@ -11,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
@@ -20,6 +23,7 @@ from experiments.run_lock import RESTARTS_VARIABLE, heartbeat_age, is_alive, rea
 from experiments.sweeps.display import SweepDisplay
 from experiments.sweeps.jobs import Job, earlier_jobs, may_restart, reason_in, save_jobs
 from experiments.sweeps.plan import folder_of, plan
+from experiments.sweeps.preloaded import Preloaded
 from experiments.sweeps.snapshot import take_snapshot
 from experiments.sweeps.state import Queued, RunState, state_of
 from experiments.threads import share_of
@@ -50,6 +54,18 @@ def launch(
     LocalSweep(folder, jobs, parallel, max_restarts, sweep.overwrite, sweep.gpus or 1).run()
 
 
+class Running(NamedTuple):
+    """A run and where it runs: in a preloaded process, or on GPUs that it sees under these names.
+
+    position: bytes of its log that an earlier start wrote.
+    """
+
+    process: subprocess.Popen | Preloaded
+    job: Job
+    place: Preloaded | str
+    position: int
+
+
 class LocalSweep:
     """Runs those of `jobs` whose directories are neither finished nor written by another process.
 
@@ -75,13 +91,14 @@ class LocalSweep:
         whole = range(0, len(names) - gpus_per_run + 1, gpus_per_run)
         gpus = [",".join(names[first : first + gpus_per_run]) for first in whole]  # of one run each
         self.slots = parallel or len(gpus) or len(os.sched_getaffinity(0))
-        # None: no GPU to choose; with more runs than GPUs, several share one
-        self.free = [gpus[slot % len(gpus)] if gpus else None for slot in reversed(range(self.slots))]
         self.code = take_snapshot(folder / ".code")
         self.logs = folder / "logs"
         self.logs.mkdir(exist_ok=True)
+        self.environment = self._environment()
+        # with more runs than GPUs, several share one
+        self.free = [gpus[slot % len(gpus)] for slot in reversed(range(self.slots))] if gpus else self._preloaded()
         self.waiting = [job for job in jobs if job.error is None and (overwrite or not goes_on(job))]
-        self.running: dict[int, tuple[subprocess.Popen, Job, str | None, int]] = {}
+        self.running: list[Running] = []
 
     def run(self) -> None:
         """Returns at the end of the last run. What failed has its reason in its job file."""
@@ -91,51 +108,66 @@ class LocalSweep:
                     while self.waiting and self.free:
                         self._start(self.waiting.pop(0))
                     time.sleep(SECONDS_BETWEEN_LOOKS)
-                    for process, *_ in list(self.running.values()):
-                        if process.poll() is not None:
-                            self._end(process)
+                    for run in list(self.running):
+                        if run.process.poll() is not None:
+                            self._end(run)
                     display.show(self._states())
                 display.show(self._states())
         finally:
-            for process, *_ in self.running.values():  # after Ctrl-C, which they got too
+            for run in self.running:  # after Ctrl-C, which they got too
                 try:
-                    process.wait(SECONDS_TO_END)
+                    run.process.wait(SECONDS_TO_END)
                 except subprocess.TimeoutExpired:
-                    process.terminate()
+                    run.process.terminate()
+            for place in (*self.free, *(run.place for run in self.running)):
+                if isinstance(place, Preloaded):
+                    place.close()
 
     def _states(self) -> list[RunState]:
         # A run is seconds old before its directory is there, and is not missing.
-        started = {job.number for _, job, *_ in self.running.values()}
+        started = {run.job.number for run in self.running}
         return [
             state_of(job, QUEUED_HERE if job in self.waiting else STARTED_HERE if job.number in started else None)
             for job in self.jobs
         ]
 
-    def _start(self, job: Job) -> None:
-        gpu, log = self.free.pop(), self.logs / f"{job.number:05d}.log"
+    def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(self.code), os.getenv("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        environment |= share_of(self.slots)
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | share_of(self.slots)
         environment["HYDRA_FULL_ERROR"] = "1"  # the error is the last line of the log
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
-        environment[RESTARTS_VARIABLE] = str(restarts() + job.starts)  # overwrite=true was obeyed by the first start
+        return environment
+
+    def _preloaded(self) -> list[Preloaded]:
+        return [Preloaded(self.code, self.environment) for _ in range(self.slots)]
+
+    def _start(self, job: Job) -> None:
+        place, log = self.free.pop(), self._log_of(job)
+        own = {RESTARTS_VARIABLE: str(restarts() + job.starts)}  # overwrite=true was obeyed by the first start
         job.starts += 1
         job.save(self.folder)
+        position = log.stat().st_size if log.exists() else 0
+        if isinstance(place, Preloaded):
+            place.start(job.overrides, own, log)
+            self.running.append(Running(place, job, place, position))
+            return
+        environment = self.environment | own | {"CUDA_VISIBLE_DEVICES": place}
+        command = [sys.executable, str(self.code / "experiments" / "run.py"), *job.overrides]
         with open(log, "ab") as output:
-            position = output.tell()
-            command = [sys.executable, str(self.code / "experiments" / "run.py"), *job.overrides]
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        self.running[process.pid] = (process, job, gpu, position)
+        self.running.append(Running(process, job, place, position))
 
-    def _end(self, process: subprocess.Popen) -> None:
-        _, job, gpu, position = self.running.pop(process.pid)
-        self.free.append(gpu)
+    def _log_of(self, job: Job) -> Path:
+        return self.logs / f"{job.number:05d}.log"
+
+    def _end(self, run: Running) -> None:
+        process, job, place, position = run
+        self.running.remove(run)
+        self.free.append(place)
         if process.returncode == 0:
             if self.ended is not None:
                 self.ended(job)
             return
-        log = self.logs / f"{job.number:05d}.log"
+        log = self._log_of(job)
         job.error = reason_in(log.read_bytes()[position:].decode(errors="replace"))
         if process.returncode < 0:
             job.error = f"killed by signal {-process.returncode}; {job.error}"

@@ -1,0 +1,129 @@
+"""A process that has imported what every run imports, and does each run of a sweep in a fork of itself.
+
+Imports are a fifth of the seconds of a tiny run. Only where no GPU is visible: CUDA, once a library has looked for it,
+does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+
+class Preloaded:
+    """Does one run at a time, and can then do the next. Looks like the subprocess.Popen of its run.
+
+    Args:
+        code: the folder of the project's code that is imported.
+        environment: variables of the process and of all its runs.
+    """
+
+    def __init__(self, code: Path, environment: dict[str, str]):
+        self.code, self.environment = code, environment
+        self.process: subprocess.Popen | None = None
+        self.returncode: int | None = None
+
+    def start(self, overrides: list[str], environment: dict[str, str], log: Path) -> None:
+        """Begins a run, which writes what it prints at the end of `log`. environment: variables of this run alone."""
+        if self.process is None or self.process.poll() is not None:
+            command = [sys.executable, str(self.code / "experiments" / "sweeps" / "preloaded.py")]
+            with open(log, "ab") as output:  # a failing import is the first run's
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}
+                self.process = subprocess.Popen(command, env=self.environment, text=True, **pipes)
+        self.returncode = None
+        print(json.dumps([overrides, environment, str(log)]), file=self.process.stdin, flush=True)
+
+    def poll(self) -> int | None:
+        """Returns the exit code of the run, negative for a signal, or None while it runs."""
+        return self._answer(0.0)
+
+    def wait(self, timeout: float) -> int:
+        """Returns the exit code of the run. Raises subprocess.TimeoutExpired after so many seconds."""
+        if (code := self._answer(timeout)) is None:
+            raise subprocess.TimeoutExpired(self.process.args, timeout)
+        return code
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to the run, or to the process that has none yet."""
+        self.process.terminate()
+
+    def close(self) -> None:
+        """Lets the process end after its run."""
+        if self.process is not None:
+            self.process.stdin.close()
+
+    def _answer(self, timeout: float) -> int | None:
+        answers = self.process.stdout
+        if self.returncode is None and select.select([answers], [], [], timeout)[0]:
+            line = answers.readline()
+            self.returncode = int(line) if line else self.process.wait()
+        return self.returncode
+
+
+def serve() -> NoReturn:
+    """Does the run of each line of stdin in a fork, and answers with its exit code."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints when it is imported answers nothing
+    import_all()
+    gc.freeze()  # a collection in a fork would copy the pages of all libraries
+    for line in sys.stdin:
+        interrupted, stopped = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
+        if (run := os.fork()) == 0:
+            signal.signal(signal.SIGINT, interrupted)
+            answers.close()
+            do(*json.loads(line))
+        signal.signal(signal.SIGTERM, lambda *_, run=run: os.kill(run, signal.SIGTERM))
+        _, status = os.waitpid(run, 0)
+        signal.signal(signal.SIGTERM, stopped)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+        signal.signal(signal.SIGINT, interrupted)
+    leave(0)
+
+
+def import_all() -> None:
+    """Imports what a run imports; none of it starts a thread or draws a random number."""
+    tiny_policy = "transformers.models.qwen3.modeling_qwen3"  # which transformers imports when it is first asked for
+    for name in ("experiments.run", "experiments.train", "analysis.run_picture", tiny_policy):
+        importlib.import_module(name)
+
+
+def do(overrides: list[str], environment: dict[str, str], log: str) -> NoReturn:
+    """Does what `python experiments/run.py OVERRIDES` does, in this process."""
+    printed = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for descriptor, file in enumerate([os.open(os.devnull, os.O_RDONLY), printed, printed]):
+        os.dup2(file, descriptor)
+    os.environ.update(environment)
+    command = Path(__file__).resolve().parent.parent / "run.py"
+    sys.argv, sys.path[0] = [str(command), *overrides], str(command.parent)
+    code: object = 0
+    try:
+        runpy.run_path(str(command), run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    leave(code if isinstance(code, int) else 1)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process as an exit does, but does not take the libraries apart, which costs 2 s."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
