@@ -79,6 +79,16 @@ def stability_table(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def survivors(runs: pd.DataFrame, last_step: int) -> tuple[NDArray, NDArray, NDArray]:
+    """Returns the share of runs alive at steps 0 to `last_step`, and the ends of its Wilson interval.
+
+    runs: of one arm, as `stability_table` returns them.
+    """
+    counts = [int((~(runs.collapsed_at <= step)).sum()) for step in range(last_step + 1)]
+    low, high = np.array([wilson(count, len(runs)) for count in counts]).T
+    return np.array(counts) / len(runs), low, high
+
+
 def stability(table: pd.DataFrame):
     """Draws the share of seeds alive over steps (Wilson interval), the share of steps with a surge, the worst drawdown.
 
@@ -90,13 +100,11 @@ def stability(table: pd.DataFrame):
     plotted, names, sizes, shift = [], [], set(runs.group_size), 0.0
     for place, (baseline, size, text, arm) in enumerate(by_arm(runs)):
         tint, style, n = colour(baseline), dash(size, sizes), len(arm)
-        steps = np.arange(int(runs.last_step.max()) + 1)
-        count = np.array([(~(arm.collapsed_at <= step)).sum() for step in steps])
+        share, low, high = survivors(arm, int(runs.last_step.max()))
         shift = 0.006 * place  # lines of arms that all live would hide each other
-        alive.step(steps, count / n - shift, where="post", color=tint, ls=style, label=f"{text} ({n})")
-        low, high = np.array([wilson(int(c), n) for c in count]).T
+        alive.step(range(len(share)), share - shift, where="post", color=tint, ls=style, label=f"{text} ({n})")
         if n >= FEWEST:
-            alive.fill_between(steps, low, high, step="post", color=tint, alpha=0.08, lw=0)
+            alive.fill_between(range(len(share)), low, high, step="post", color=tint, alpha=0.08, lw=0)
         names.append(text)
         for axes, column in ((surge, "surge_share"), (worst, "worst_drawdown")):
             spread = np.linspace(-0.15, 0.15, n) if n > 1 else [0]

@@ -1,5 +1,6 @@
 """The study: rows that know which run they are of, rates by the rule, verdicts by the rules, a page from csv alone."""
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from analysis.study import methods, rates, rows, verdicts
+from analysis.study import collapses, methods, rates, rows, verdicts
 from analysis.study import noise as kept_noise
 from analysis.study.__main__ import main
 from analysis.study.verdicts import NOT_SUPPORTED, SUPPORTED, UNDECIDED
@@ -287,6 +288,32 @@ def test_c4_reads_the_saving_off_the_tokens():
 )
 def test_c2_is_put_to_the_test_by_a_rival_that_collapses(rival, ours, verdict):
     assert verdicts.collapse_verdict(verdicts.share_difference(rival, ours), rival)[0] == verdict
+
+
+def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():
+    """OTB lives everywhere; RLOO falls to no reward at step 11 of the highest rate."""
+    made = []
+    for rate, seed, baseline in product((3e-4, 3e-3), range(3), ("otb", "rloo")):
+        run = made_up(baseline, seed=seed, rate=rate) | {"varied": "rollouts_by=hf"}
+        if baseline == "rloo" and rate == 3e-3:
+            run["accuracy"] = " ".join(["1"] * 10 + ["0"] * 10)
+        made.append(run)
+    table = collapses.cells(pd.DataFrame(made)).set_index(["learning_rate", "baseline"])
+    assert table.collapsed.to_dict() == {(3e-4, "otb"): 0, (3e-4, "rloo"): 0, (3e-3, "otb"): 0, (3e-3, "rloo"): 3}
+    assert table.collapsed_at[3e-3, "rloo"] == 16  # the mean of 10 steps falls below a half
+    page = collapses.cells_section(table.reset_index())
+    assert "| 0.003 | `rollouts_by=hf` | 3 of 3, at step 16 |" in page and "| 0 of 3 |" in page
+    axes = collapses.survival(pd.DataFrame(made))
+    assert [len(panel.get_lines()) for panel in axes[0]] == [2, 2]
+    assert "3 runs per arm, 3 seeds" in axes[0, 0].get_title()
+
+
+def test_rollouts_of_a_step_are_divided_in_two_ways():
+    wide = arms(otb_4=0.8, rloo_4=0.8)
+    found = verdicts.rollouts_divided(wide, arms(rloo_32=0.7))
+    assert [comparison.what.partition(",")[0] for comparison in found] == ["RLOO", "RLOO"]
+    assert found[0].effect.estimate == pytest.approx(0.7 - 0.625)  # means of the last two evaluations
+    assert "0 of 10 runs of RLOO, N=4 censored" in found[1].why and not found[1].verdict
 
 
 # ---- the page, and the command

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,8 @@ from analysis.arms import label
 from analysis.group_size import accuracy_by_group_size
 from analysis.learning_curves import learning_curves
 from analysis.report.markdown import markdown_table
-from analysis.stability import stability
 from analysis.study import verdicts
+from analysis.study.collapses import cells, cells_section, survival
 from analysis.study.methods import write_methods
 from analysis.study.noise import relative_noise
 from analysis.study.noise_figure import noise_over_training
@@ -48,8 +47,9 @@ CLAIMS = {
     "C5": "no extra backward pass",
 }
 FRONT_BEGIN, FRONT_END = "<!-- verdicts: make report-study -->", "<!-- end of verdicts -->"
-SEARCH, MAIN = "claim_rates", "claim_c3_c4"  # what the names of files of rows begin with
-OTHERS = {"C1": "claim_c1", "C2": "claim_c2"}
+SEARCH, MAIN, FIXED = "claim_rates", "claim_c3_c4", "claim_fixed_rollouts"  # what the names of files of rows begin with
+OTHERS = {"C1": "claim_c1", "C2": "claim_c2", "C2, several updates per batch": "claim_c2_updates"}
+OTHERS |= {"C4, rollouts per step fixed": FIXED}
 TASKS = ("arithmetic", "arithmetic_tools", "arithmetic_long")
 COMPARED = (("otb", 4), ("rloo", 4), ("grpo", 4), ("rloo", 32), ("grpo", 32))
 
@@ -69,7 +69,7 @@ def write(folder: Path) -> list[Path]:
     text = [
         HEAD,
         *summary(spoken),
-        *sections(spoken, noise, drawn, comments_in(folder / "comments.md")),
+        *sections(spoken, noise, rows, drawn, comments_in(folder / "comments.md")),
         *search_section(rows),
         *not_run(rows),
     ]
@@ -97,6 +97,8 @@ def all_comparisons(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame
     for _, part in of_kind(rows, MAIN).groupby("task"):
         runs = Runs(part)
         found += verdicts.accuracy_at_small_n(runs) + verdicts.tokens_saved(runs)
+        if not (deep := of_kind(rows, FIXED).query("task == @runs.task")).empty:
+            found += verdicts.rollouts_divided(runs, Runs(deep))
     for _, part in of_kind(rows, "claim_c2").groupby("task"):
         found += verdicts.collapses(Runs(part))
     return found
@@ -146,6 +148,7 @@ def effect_text(comparison: Comparison) -> str:
 def sections(
     spoken: list[Comparison],
     noise: dict[str, pd.DataFrame],
+    rows: dict[str, pd.DataFrame],
     drawn: dict[tuple[str, str], Path],
     comments: dict[str, str],
 ) -> list[str]:
@@ -154,6 +157,8 @@ def sections(
     for claim, task in dict.fromkeys((c.claim, c.task) for c in sorted(spoken, key=lambda c: (c.claim, c.task))):
         of_both = [c for c in spoken if (c.claim, c.task) == (claim, task)]
         tables = noise_section(of_both[0], noise[task]) if claim == "C1" else comparison_section(of_both)
+        if claim == "C2":
+            tables += ["", cells_section(cells(of_kind(rows, OTHERS["C2"]).query("task == @task")))]
         lines += [f"## {claim} on `{task}`", "", *tables, ""]
         if (claim, task) in drawn:
             file = drawn[claim, task]
@@ -247,14 +252,14 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
     for of_task, results in noise.items():
         drawn["C1", of_task] = save(noise_over_training(results), folder / f"c1_{of_task}", ("png", "pdf"))[0]
     makers: list[tuple[str, str, Callable]] = [
-        ("C3", MAIN, partial(accuracy_by_group_size, whole_grid=False)),
+        ("C3", MAIN, lambda rows: accuracy_by_group_size(steps_table(rows), whole_grid=False)),
         ("C4", MAIN, curves_over_tokens),
-        ("C2", "claim_c2", stability),
+        ("C2", OTHERS["C2"], survival),
     ]
     for claim, kind, make in makers:
         for task, part in of_kind(rows, kind).groupby("task"):
             try:
-                axes = make(steps_table(part))
+                axes = make(part)
             except RunError:  # too few arms yet: the tables say which
                 continue
             files = save(axes, folder / f"{claim.lower()}_{task}", ("png", "pdf"))
@@ -262,6 +267,7 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
     return drawn
 
 
-def curves_over_tokens(steps: pd.DataFrame):
+def curves_over_tokens(rows: pd.DataFrame):
     """Draws held-out accuracy over own tokens of OTB and its rivals."""
-    return learning_curves(steps[steps.baseline.isin(["otb", "rloo", "grpo", "energy_probe"])], x="own_tokens_total")
+    shown = rows[rows.baseline.isin(["otb", "rloo", "grpo", "energy_probe"])]
+    return learning_curves(steps_table(shown), x="own_tokens_total")

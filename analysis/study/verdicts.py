@@ -186,6 +186,26 @@ def tokens_saved(runs: Runs) -> list[Comparison]:
     return comparisons
 
 
+def rollouts_divided(wide: Runs, deep: Runs) -> list[Comparison]:
+    """Compares, beside C4, two ways to divide as many rollouts per step: final accuracy, and tokens to the target.
+
+    wide: many prompts in groups of the small N. deep: few prompts in groups of the large N.
+    """
+    target = TARGETS[0] * max(wide.best_final, deep.best_final)
+    comparisons = []
+    for baseline in sorted(name for name, size in deep.finals if size == LARGE and (name, SMALL) in wide.finals):
+        many, few = (baseline, SMALL), (baseline, LARGE)
+        what = f"{label(baseline)}, as many rollouts a step: N={SMALL} minus N={LARGE}, final accuracy"
+        lacks = "" if min(len(wide.finals[many]), len(deep.finals[few])) >= SEEDS else f"fewer than {SEEDS} seeds"
+        ends = difference(wide.finals[many], deep.finals[few])
+        comparisons.append(Comparison("C4", wide.task, what, ends, "", lacks))
+        what = f"{label(baseline)}, as many rollouts a step: tokens saved by N={SMALL} against N={LARGE} ({target:.3f})"
+        effect = saving(consumption(wide.of(many), target), consumption(deep.of(few), target))
+        censored = ", ".join(censored_text(runs, arm, target) for runs, arm in ((wide, many), (deep, few)))
+        comparisons.append(Comparison("C4", wide.task, what, effect, "", "; ".join(filter(None, [lacks, censored]))))
+    return comparisons
+
+
 def saving_verdict(against_large: Interval, against_small: Interval) -> str:
     """Returns the verdict on C4 from the savings against the rival at its large and at its small N."""
     if against_large.high < CLAIMED_SAVING or against_small.high < SMALLEST_SAVING:

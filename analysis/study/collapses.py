@@ -1,0 +1,81 @@
+"""Tabulates the collapses of claim C2 for every setting of its grid, and draws them over steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.arms import by_arm, colour, label
+from analysis.group_size import final_accuracy
+from analysis.intervals import Interval, bootstrap, iqm
+from analysis.report.markdown import markdown_table
+from analysis.stability import stability_table, survivors
+from analysis.study.rows import steps_table
+from analysis.style import PAGE, figure, keep_numbers, legend_below, seeds_text
+
+SETTING = ["learning_rate", "varied"]
+
+
+def cells(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row per setting and arm: runs, collapsed, median step of collapse, final accuracy with its interval.
+
+    rows: of one task. A run that has not collapsed has no step of collapse; NaN where none has.
+    """
+    found = []
+    for (rate, varied, baseline), part in rows.groupby([*SETTING, "baseline"]):
+        table = steps_table(part)
+        ends = stability_table(table)
+        final = bootstrap([final_accuracy(table).final.to_numpy()], iqm, bounds=(0, 1))
+        facts = {"learning_rate": rate, "varied": varied, "baseline": baseline, "runs": len(ends)}
+        facts |= {"collapsed": int(ends.collapsed.sum()), "collapsed_at": ends.collapsed_at.median()}
+        found.append(facts | {"final": final.estimate, "final_low": final.low, "final_high": final.high})
+    return pd.DataFrame(found)
+
+
+def cells_section(table: pd.DataFrame) -> str:
+    """Returns the table of a page, a row per setting, with the columns of each arm side by side."""
+    shown = []
+    for (rate, varied), part in table.groupby(SETTING):
+        row = {"learning rate": f"{rate:g}", "setting": f"`{varied}`"}
+        arm: Any
+        for arm in part.sort_values("baseline", ascending=False).itertuples():
+            name = label(str(arm.baseline))
+            at = "" if np.isnan(arm.collapsed_at) else f", at step {arm.collapsed_at:.0f}"
+            row[f"{name}: collapsed"] = f"{arm.collapsed} of {arm.runs}{at}"
+            row[f"{name}: final accuracy"] = str(Interval(arm.final, arm.final_low, arm.final_high, arm.runs))
+        shown.append(row)
+    return markdown_table(pd.DataFrame(shown).fillna(""))
+
+
+def survival(rows: pd.DataFrame):
+    """Draws the share of runs that have not collapsed over steps, a panel per learning rate, all its settings pooled.
+
+    rows: of one task.
+
+    Returns:
+        Array of axes.
+    """
+    rates = sorted(rows.learning_rate.unique())
+    _, axes = figure(len(rates), PAGE, 2.4, sharey=True, squeeze=False)
+    plotted = []
+    for panel, rate in zip(axes[0], rates, strict=True):
+        of_rate = rows[rows.learning_rate == rate]
+        runs = stability_table(steps_table(of_rate))
+        counts = []
+        for place, (baseline, _, text, arm) in enumerate(by_arm(runs)):
+            share, low, high = survivors(arm, int(runs.last_step.max()))
+            shift = 0.008 * place  # lines of arms that all live would hide each other
+            panel.step(range(len(share)), share - shift, where="post", color=colour(baseline), label=text)
+            panel.fill_between(range(len(share)), low, high, step="post", color=colour(baseline), alpha=0.12, lw=0)
+            counts.append(len(arm))
+            plotted.append(arm.assign(learning_rate=rate))
+        panel.set(xlabel="step", ylim=(-0.03, 1.03))
+        of_arm = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}"
+        about = f"{of_arm} runs per arm, {seeds_text([of_rate.seed.nunique()])}"
+        panel.set_title(f"learning rate {rate:g}\n{about}", fontsize=7)
+    axes[0, 0].set_ylabel("share of runs alive (95 % Wilson)")
+    legend_below(axes[0, 0])
+    keep_numbers(axes[0], pd.concat(plotted))
+    return axes
