@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from analysis.study import rows
 from experiments.command_line import CONF, exit_codes
-from experiments.study_noise import measure
+from experiments.study_noise import measure, measure_real
 from experiments.sweeps.jobs import save_jobs
 from experiments.sweeps.local import LocalSweep, check_parallel
 from experiments.sweeps.plan import Composer, folder_of, plan
@@ -34,18 +34,27 @@ from otb.errors import RunError
 ROWS = CONF.parent / "docs" / "study" / "rows"
 RUNS = "runs/study"
 RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
-MEASURED = "claim_c1"  # whose rows are measurements of policies, not runs
+MEASURED, MEASURED_REAL = "claim_c1", "claim_c1_real"  # whose rows are measurements of policies, not runs
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
     *(MEASURED, "claim_fixed_rollouts", "claim_c2", "claim_c2_updates", "claim_rates_tools", "claim_rates_long"),
     *("neighbours_improvement", "neighbours_auxiliary", "neighbours_token_weights", "neighbours_schedule"),
+    MEASURED_REAL,
 )
 
 
-def study(recipes: list[str], seeds: int | None, parallel: int | None, made: Path | None, folder: Path) -> None:
+def study(
+    recipes: list[str],
+    seeds: int | None,
+    parallel: int | None,
+    made: Path | None,
+    folder: Path,
+    real_model: Sequence[str] = (),
+) -> None:
     """Runs what the rows in `folder` lack of each recipe. Raises RunError.
 
     seeds: of each arm, the first so many; None for all. made: a folder of runs whose rows are added; nothing is run.
+    real_model: overrides that say where the weights of claim_c1_real are, if not on the hub.
     """
     check_parallel(parallel)
     for recipe in recipes:
@@ -55,6 +64,10 @@ def study(recipes: list[str], seeds: int | None, parallel: int | None, made: Pat
                 runs = runs_of(sweep, recipe, None)
             if made is None:
                 measure(runs[:seeds], parallel, file, Path(RUNS))
+            continue
+        if recipe == MEASURED_REAL:
+            if made is None:
+                measure_real(list(real_model), parallel, file, Path(RUNS))
             continue
         keys = keys_of(recipe, seeds)
         asked = {key: varied_by(run) for key, run in keys.items()}
@@ -128,12 +141,20 @@ def command_line(arguments: list[str]) -> None:
     parser.add_argument("--parallel", type=int, help="runs at a time; by default one per core")
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="add the rows of these runs; run nothing")
     parser.add_argument("--rows", type=Path, default=ROWS, help="folder of the csv files")
+    parser.add_argument(
+        "--real-model",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="where the weights of claim_c1_real are, if not on the hub: model.name=FOLDER model.gguf_file=NAME",
+    )
     options = parser.parse_args(arguments)
     with exit_codes(after_stop="goes on with what has no row yet"):
         for recipe in options.recipes:
             if recipe not in RECIPES:
                 raise RunError(f"{recipe} is no recipe of the study. Known: {', '.join(RECIPES)}.")
-        study(options.recipes or list(RECIPES), options.seeds, options.parallel, options.collect, options.rows)
+        asked = options.recipes or list(RECIPES)
+        study(asked, options.seeds, options.parallel, options.collect, options.rows, options.real_model)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Measures claim C1 of the study: the noise of the true gradient along the runs of conf/experiment/claim_c1.yaml.
+"""Measures claim C1 of the study: the noise of the true gradient, of tiny policies and of a real language model.
 
-`python experiments/study.py claim_c1` calls it. A policy is measured at the start, at half and at the end of its run;
-each measurement adds its rows, one per prompt, estimator and group size, to docs/study/rows/claim_c1.csv at once. The
-run and the measurement are the commands that a user types; a killed one goes on where it was.
+`python experiments/study.py claim_c1` calls it. A policy of conf/experiment/claim_c1.yaml is measured at the start, at
+half and at the end of its run; each measurement adds its rows, one per prompt, estimator and group size, to
+docs/study/rows/claim_c1.csv at once. `claim_c1_real` measures SmolLM2-135M-Instruct after a supervised warm start. Runs
+and measurements are the commands that a user types; a killed one goes on where it was.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from otb.errors import RunError
 STAGES = {"start": 0, "half": 40, "end": 80}  # steps of the run at which a policy is measured
 # The two that are compared, what OTB's gain is made of, and the rest of the main arms (docs/study/rules.md).
 ESTIMATORS = ("rloo", "otb", "otb_loo", "otb_exact", "otb_carry", "sequence_energy", "grpo", "none", "trajectory_cv")
+REAL = "arithmetic, SmolLM2-135M"  # what the rows of the real model call its task
+REAL_MODEL = ("model=smollm2-135m", "task=arithmetic")
+# Exact scores of a token cost a backward pass: fewer prompts and rollouts than the tiny policies have, and a space that
+# they fit in. At its start an adapter's B is 0, so its gradient is a random projection of the layers' whole gradients.
+REAL_SIZE = ("prompts=16", "samples=32", "group_sizes=[4,8,16]", "fit_steps=2", "prompts_per_step=8")
+REAL_SPACE = ("model.lora.r=4",)
 
 
 class Policy(NamedTuple):
@@ -51,11 +58,30 @@ def measure(runs: list[list[str]], parallel: int | None, file: Path, folder: Pat
             (checkpoint,) = run.glob(f"*/*/checkpoints/step-{steps:08d}")
             asked.append(f"checkpoint={checkpoint}")
         place = folder / "c1" / "-".join([policy.task, str(policy.seed), policy.stage])
-        workers = [f"workers={parallel}"] if parallel else []
-        estimators = f"estimators=[{','.join(ESTIMATORS)}]"
-        typed("variance", *asked, estimators, "oracle.prompts=0", f"runs_dir={place}", *workers)
-        (moments,) = place.glob("variance/*/moments.csv")
-        noise.add(pd.read_csv(moments), policy, file)
+        noise.add(moments(place, parallel, *asked), policy, file)
+
+
+def measure_real(where: list[str], parallel: int | None, file: Path, folder: Path) -> None:
+    """Measures the real model unless `file` has its rows. where: overrides that say where its weights are, if not on
+    the hub. Raises RunError where a command fails.
+    """
+    policy = Policy(REAL, 0, "start")
+    known = policy in noise.measured(file)
+    print(f"claim_c1_real: 1 measurement, {int(known)} of them have rows", flush=True)
+    if known:
+        return
+    warm = folder / "c1-real" / "warm"
+    typed("warm_start", *REAL_MODEL, *where, f"output={warm}")
+    asked = [*REAL_MODEL, f"model.name={warm}", *REAL_SIZE, *REAL_SPACE]
+    noise.add(moments(folder / "c1-real", parallel, *asked), policy, file)
+
+
+def moments(place: Path, parallel: int | None, *asked: str) -> pd.DataFrame:
+    """Returns what experiments/variance.py measures of a policy. place: the folder that it measures in."""
+    workers = [f"workers={parallel}"] if parallel else []
+    typed("variance", *asked, f"estimators=[{','.join(ESTIMATORS)}]", "oracle.prompts=0", f"runs_dir={place}", *workers)
+    (file,) = place.glob("variance/*/moments.csv")
+    return pd.read_csv(file)
 
 
 def typed(command: str, *arguments: str) -> None:

@@ -112,6 +112,9 @@ def test_committed_rows_are_of_the_recipes_that_name_them():
     """Every row is a run that its recipe asks for: nothing was run by hand, and no seed was replaced."""
     for file in sorted(study.ROWS.glob("*.csv")):
         assert file.stem in study.RECIPES
+        if file.stem == study.MEASURED_REAL:
+            assert kept_noise.measured(file) == {(study_noise.REAL, 0, "start")}
+            continue
         if file.stem == study.MEASURED:
             with study.composing(file.stem) as (_, sweep):
                 asked = study_noise.policies(study.runs_of(sweep, file.stem, None))
@@ -223,6 +226,8 @@ def test_c1_measures_what_has_no_rows_by_the_commands_that_a_user_types(tmp_path
 
     def command(name, *arguments):
         typed.append((name, *arguments))
+        if name == "warm_start":
+            return
         place = Path(next(a for a in arguments if a.startswith("runs_dir=")).partition("=")[2])
         if name == "run":
             steps = int(next(a for a in arguments if a.startswith("steps=")).partition("=")[2])
@@ -240,6 +245,13 @@ def test_c1_measures_what_has_no_rows_by_the_commands_that_a_user_types(tmp_path
     assert kept_noise.measured(tmp_path / "claim_c1.csv") == {("arithmetic", 1, stage) for stage in verdicts.STAGES}
     study.study(["claim_c1"], 1, None, None, tmp_path)
     assert len(typed) == 5
+
+    for _ in range(2):  # the second time there is nothing to do
+        study.study([study.MEASURED_REAL], None, None, None, tmp_path, ["model.name=weights"])
+    assert [line[0] for line in typed[5:]] == ["warm_start", "variance"] and "model.name=weights" in typed[5]
+    warm = next(given for given in typed[5] if given.startswith("output="))
+    assert warm.replace("output=", "model.name=") in typed[6] and "model.lora.r=4" in typed[6]
+    assert kept_noise.measured(tmp_path / "claim_c1_real.csv") == {(study_noise.REAL, 0, "start")}
 
 
 def test_c3_is_supported_where_small_n_is_not_worse_by_two_points_and_empty_where_the_rival_does_as_well():
@@ -387,7 +399,9 @@ def test_the_command_runs_what_has_no_row_seed_by_seed_and_skips_the_rest(tmp_pa
 
 def test_every_recipe_of_the_study_is_one_that_the_command_knows():
     files = (path.stem for path in (CONF / "experiment").glob("*.yaml"))
-    assert sorted(name for name in files if name.startswith(("claim_", "neighbours_"))) == sorted(study.RECIPES)
+    assert sorted(name for name in files if name.startswith(("claim_", "neighbours_"))) == sorted(
+        name for name in study.RECIPES if name != study.MEASURED_REAL
+    )
     if rates.RATES.exists():
         assert yaml.safe_load(rates.RATES.read_text())
 

@@ -8,11 +8,12 @@ from analysis.arms import label
 from analysis.style import PAGE, figure, keep_numbers
 
 STAGES = ("start", "half", "end")
-SIZES = {4: {"marker": "o", "color": "#0072B2"}, 32: {"marker": "D", "color": "#D55E00", "markerfacecolor": "white"}}
+SMALL, LARGE = 4, 32
+STYLES = ({"marker": "o", "color": "#0072B2"}, {"marker": "D", "color": "#D55E00", "markerfacecolor": "white"})
 
 
 def noise_over_training(results: pd.DataFrame):
-    """Draws noise relative to RLOO with 95 % intervals over prompts, one panel per stage, N = 4 and N = 32.
+    """Draws noise relative to RLOO with 95 % intervals over prompts, a panel per stage, at N = 4 and the largest N.
 
     Args:
         results: of one task, as analysis.study.noise.relative_noise returns it.
@@ -20,14 +21,15 @@ def noise_over_training(results: pd.DataFrame):
     Returns:
         Array of axes.
     """
-    of_others = results[(results.estimator != "rloo") & results.group_size.isin(SIZES)]
-    by_noise = of_others[of_others.group_size == min(SIZES)].groupby("estimator").relative_noise.mean()
+    sizes = dict(zip((SMALL, min(LARGE, int(results.group_size.max()))), STYLES, strict=True))
+    of_others = results[(results.estimator != "rloo") & results.group_size.isin(sizes)]
+    by_noise = of_others[of_others.group_size == SMALL].groupby("estimator").relative_noise.mean()
     places = {name: place for place, name in enumerate(by_noise.sort_values(ascending=False).index)}
     stages = [stage for stage in STAGES if stage in set(of_others.stage)]
     _, axes = figure(len(stages), PAGE, 0.22 * len(places) + 1.35, sharex=True, sharey=True, squeeze=False)
     for ax, stage in zip(axes[0], stages, strict=True):
         ax.axvline(1, color="0.6", lw=0.8, zorder=0)
-        for (size, style), offset in zip(SIZES.items(), (0.14, -0.14), strict=True):
+        for (size, style), offset in zip(sizes.items(), (0.14, -0.14), strict=True):
             for row in of_others[(of_others.stage == stage) & (of_others.group_size == size)].itertuples():
                 place = places[row.estimator] + offset
                 ax.plot([row.relative_noise_low, row.relative_noise_high], [place] * 2, color=style["color"], lw=1.2)
@@ -36,7 +38,7 @@ def noise_over_training(results: pd.DataFrame):
         ax.set(ylim=(-0.6, len(places) - 0.4), xlim=(0, 1.04 * of_others.relative_noise_high.max()))
         ax.grid(axis="y", visible=False)
     axes[0, 0].set_yticks(list(places.values()), [label(name) for name in places], fontsize=8)
-    for size, style in SIZES.items():
+    for size, style in sizes.items():
         axes[0, 0].plot([], [], ls="", ms=4, label=f"N = {size}", **style)
     axes[0, 0].legend(fontsize=8, loc="upper right")
     of_figure = axes[0, 0].figure

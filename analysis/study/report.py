@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,11 +134,17 @@ def summary(spoken: list[Comparison]) -> list[str]:
             "seeds": c.effect.seeds,
             "compared": c.what,
             "why": c.why,
-            "command": f"`{COMMANDS[c.claim]}`",
+            "command": f"`{command_of(c)}`",
         }
         for c in decisive(spoken)
     ]
     return ["## Verdicts", "", markdown_table(pd.DataFrame(rows)), ""]
+
+
+def command_of(comparison: Comparison) -> str:
+    """Returns the command that makes the rows of a comparison."""
+    real = comparison.claim == "C1" and comparison.task not in TASKS
+    return COMMANDS[comparison.claim] + ("_real" if real else "")
 
 
 def effect_text(comparison: Comparison) -> str:
@@ -184,10 +191,11 @@ def comparison_section(comparisons: list[Comparison]) -> list[str]:
 
 def noise_section(decided: Comparison, results: pd.DataFrame) -> list[str]:
     """Returns the decision on C1 and a table with a row per estimator, at the two group sizes that speak."""
-    shown = results[(results.estimator != verdicts.RIVAL) & results.group_size.isin([verdicts.SMALL, verdicts.LARGE])]
+    sizes = [verdicts.SMALL, min(verdicts.LARGE, int(results.group_size.max()))]
+    shown = results[(results.estimator != verdicts.RIVAL) & results.group_size.isin(sizes)]
     shown = shown.assign(arm=shown.estimator.map(label), cell=[str(effect) for effect in verdicts.noise_effects(shown)])
     wide = shown.pivot(index="arm", columns=["group_size", "stage"], values="cell")
-    places = [(size, stage) for size in (verdicts.SMALL, verdicts.LARGE) for stage in verdicts.STAGES]
+    places = [(size, stage) for size in sizes for stage in verdicts.STAGES if stage in set(shown.stage)]
     wide = (
         wide.reindex(columns=pd.MultiIndex.from_tuples(places)).fillna("").sort_index(key=lambda arms: arms.str.lower())
     )
@@ -204,7 +212,7 @@ def front_table(spoken: list[Comparison]) -> str:
             "task": f"`{c.task}`",
             "verdict": f"**{c.verdict}**",
             "effect": f"{c.what}: {effect_text(c)}",
-            "command": f"`{COMMANDS[c.claim]}`",
+            "command": f"`{command_of(c)}`",
         }
         for c in decisive(spoken)
     ]
@@ -250,7 +258,9 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
     """Draws one figure per claim and task; returns (claim, task) -> picture."""
     drawn: dict[tuple[str, str], Path] = {}
     for of_task, results in noise.items():
-        drawn["C1", of_task] = save(noise_over_training(results), folder / f"c1_{of_task}", ("png", "pdf"))[0]
+        drawn["C1", of_task] = save(noise_over_training(results), folder / f"c1_{file_name(of_task)}", ("png", "pdf"))[
+            0
+        ]
     makers: list[tuple[str, str, Callable]] = [
         ("C3", MAIN, lambda rows: accuracy_by_group_size(steps_table(rows), whole_grid=False)),
         ("C4", MAIN, curves_over_tokens),
@@ -262,9 +272,14 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
                 axes = make(part)
             except RunError:  # too few arms yet: the tables say which
                 continue
-            files = save(axes, folder / f"{claim.lower()}_{task}", ("png", "pdf"))
+            files = save(axes, folder / f"{claim.lower()}_{file_name(str(task))}", ("png", "pdf"))
             drawn[claim, str(task)] = files[0]
     return drawn
+
+
+def file_name(task: str) -> str:
+    """Returns a task as a part of a file's name."""
+    return re.sub(r"[^a-z0-9_.]+", "-", task.lower())
 
 
 def curves_over_tokens(rows: pd.DataFrame):
