@@ -283,6 +283,9 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "timed with and without log_sum_sq_probs",
         ),
     ),
+    "experiments/sweeps/preloaded.py": (
+        Seam("atexit", "_run_exitfuncs", "called before a fork ends without taking the libraries apart"),
+    ),
 }
 
 
