@@ -27,7 +27,7 @@ from benchmarks.memory_model import resident
 from otb.score_norms import log_sum_squared_probs
 
 GPU = torch.cuda.is_available()
-REPEATS, WARM_UP = 5, 1
+WARM_UP = 1
 TILE = 8192  # positions of the plain matmul at a time
 
 
@@ -61,10 +61,10 @@ def fused(model: Qwen3ForCausalLM, ids: torch.Tensor) -> None:
     model(input_ids=ids, labels=ids, fused_lm_head=True)
 
 
-def measured(call: Callable[[], None]) -> dict[str, float]:
+def measured(call: Callable[[], None], repeats: int) -> dict[str, float]:
     """Returns median seconds of a call and the bytes that it adds at its peak."""
     seconds = []
-    for repeat in range(WARM_UP + REPEATS):
+    for repeat in range(WARM_UP + repeats):
         if GPU:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=32_768)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--repeats", type=int, default=5, help="counted calls")
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
     rows = []
@@ -105,10 +106,8 @@ def main() -> None:
             ids = torch.randint(0, arguments.vocabulary, (1, tokens), device=model.device)
             row = {"call": name, "tokens": tokens}
             try:
-                row |= measured(lambda model=model, ids=ids, call=call: call(model, ids))
-                print(
-                    f"{name:<34} {tokens:>6} tokens {row['seconds'] * 1e3:10.1f} ms {row['peak_bytes'] / 1e9:8.3f} GB"
-                )
+                row |= measured(lambda model=model, ids=ids, call=call: call(model, ids), arguments.repeats)
+                found = f"{row['seconds'] * 1e3:10.1f} ms {row['peak_bytes'] / 1e9:8.3f} GB"
             except torch.OutOfMemoryError:
                 row["error"] = "out of memory"
                 found = "out of memory"

@@ -133,12 +133,16 @@ def train(case: dict, base: int) -> dict:
     return {"peaks": peaks, **widths}
 
 
-def random_policy(name: str, tokenizer):
-    """Returns an untrained float32 policy of the architecture; its vocabulary may be larger than the tokenizer's."""
+def random_policy(name: str, tokenizer, vocabulary: int | None = None):
+    """Returns an untrained float32 policy of the architecture; its vocabulary may be larger than the tokenizer's.
+
+    vocabulary: None for the architecture's own.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     file = next(f for f in (ROOT / "conf" / "architectures").glob("*.json") if f'"{name}"' in f.read_text())
     config = AutoConfig.for_model(**json.loads(file.read_text()))
+    config.vocab_size = vocabulary or config.vocab_size
     config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     return AutoModelForCausalLM.from_config(config)
 
