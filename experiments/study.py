@@ -2,6 +2,7 @@
 
 python experiments/study.py                         # every recipe, on all cores
 python experiments/study.py claim_rates --seeds 2   # one recipe, the first two of its seeds
+python experiments/study.py --quick --rows build/docs/study/rows   # every claim with few seeds: half an hour
 Each run that ends adds its row to docs/study/rows/RECIPE.csv at once; a killed run goes on where it was. On a cluster:
 `python experiments/run.py -m experiment=claim_... hydra/launcher=slurm runs_dir=RUNS`, then `--collect RUNS` here.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ ROWS = CONF.parent / "docs" / "study" / "rows"
 RUNS = "runs/study"
 RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
 MEASURED, MEASURED_REAL = "claim_c1", "claim_c1_real"  # whose rows are measurements of policies, not runs
+QUICK = {"claim_c3_c4": 3, "claim_c3_c4_32": 2, MEASURED: 1, "claim_c2": 2}  # seeds: half an hour on two cores
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
     *(MEASURED, "claim_fixed_rollouts", "claim_c2", "claim_c2_updates", "claim_rates_tools", "claim_rates_long"),
@@ -44,8 +46,7 @@ RECIPES = (  # in the order in which they are run
 
 
 def study(
-    recipes: list[str],
-    seeds: int | None,
+    recipes: Mapping[str, int | None],
     parallel: int | None,
     made: Path | None,
     folder: Path,
@@ -53,11 +54,11 @@ def study(
 ) -> None:
     """Runs what the rows in `folder` lack of each recipe. Raises RunError.
 
-    seeds: of each arm, the first so many; None for all. made: a folder of runs whose rows are added; nothing is run.
-    real_model: overrides that say where the weights of claim_c1_real are, if not on the hub.
+    recipes: name -> seeds of each arm, the first so many, or None for all. made: a folder of runs whose rows are added;
+    nothing is run. real_model: overrides that say where the weights of claim_c1_real are, if not on the hub.
     """
     check_parallel(parallel)
-    for recipe in recipes:
+    for recipe, seeds in recipes.items():
         file = folder / f"{recipe}.csv"
         if recipe == MEASURED:
             with composing(recipe) as (_, sweep):
@@ -138,6 +139,7 @@ def command_line(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python experiments/study.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)}; none: all")
     parser.add_argument("--seeds", type=int, help="of each arm the first so many alone: wide intervals, soon")
+    parser.add_argument("--quick", action="store_true", help="what speaks the verdicts, with one to three seeds")
     parser.add_argument("--parallel", type=int, help="runs at a time; by default one per core")
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="add the rows of these runs; run nothing")
     parser.add_argument("--rows", type=Path, default=ROWS, help="folder of the csv files")
@@ -150,11 +152,13 @@ def command_line(arguments: list[str]) -> None:
     )
     options = parser.parse_args(arguments)
     with exit_codes(after_stop="goes on with what has no row yet"):
+        if options.quick and (options.recipes or options.seeds):
+            raise RunError("--quick chooses recipes and seeds itself. Leave it out, or leave out the others.")
         for recipe in options.recipes:
             if recipe not in RECIPES:
                 raise RunError(f"{recipe} is no recipe of the study. Known: {', '.join(RECIPES)}.")
-        asked = options.recipes or list(RECIPES)
-        study(asked, options.seeds, options.parallel, options.collect, options.rows, options.real_model)
+        asked = QUICK if options.quick else dict.fromkeys(options.recipes or RECIPES, options.seeds)
+        study(asked, options.parallel, options.collect, options.rows, options.real_model)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from analysis.study import collapses, methods, rates, rows, verdicts
+from analysis.study import collapses, methods, rates, report, rows, verdicts
 from analysis.study import noise as kept_noise
 from analysis.study.__main__ import main
 from analysis.study.verdicts import NOT_SUPPORTED, SUPPORTED, UNDECIDED
@@ -239,15 +239,15 @@ def test_c1_measures_what_has_no_rows_by_the_commands_that_a_user_types(tmp_path
 
     monkeypatch.setattr(study_noise, "typed", command)
     monkeypatch.setattr(study, "RUNS", str(tmp_path / "runs"))
-    study.study(["claim_c1"], 1, None, None, tmp_path)
+    study.study({"claim_c1": 1}, None, None, tmp_path)
     assert [line[0] for line in typed] == ["variance", "run", "variance", "run", "variance"]
     assert "steps=40" in typed[1] and "steps=80" in typed[3] and typed[1][-1] == typed[3][-1]  # one run goes on
     assert kept_noise.measured(tmp_path / "claim_c1.csv") == {("arithmetic", 1, stage) for stage in verdicts.STAGES}
-    study.study(["claim_c1"], 1, None, None, tmp_path)
+    study.study({"claim_c1": 1}, None, None, tmp_path)
     assert len(typed) == 5
 
     for _ in range(2):  # the second time there is nothing to do
-        study.study([study.MEASURED_REAL], None, None, None, tmp_path, ["model.name=weights"])
+        study.study({study.MEASURED_REAL: None}, None, None, tmp_path, ["model.name=weights"])
     assert [line[0] for line in typed[5:]] == ["warm_start", "variance"] and "model.name=weights" in typed[5]
     warm = next(given for given in typed[5] if given.startswith("output="))
     assert warm.replace("output=", "model.name=") in typed[6] and "model.lora.r=4" in typed[6]
@@ -391,10 +391,18 @@ def test_the_command_runs_what_has_no_row_seed_by_seed_and_skips_the_rest(tmp_pa
     keys = study.keys_of("claim_rates", seeds=1)
     known = {"key": list(keys)[0], **{name: value for name, value in made_up().items() if name != "key"}}
     rows.add([known], tmp_path / "rows" / "claim_rates.csv")
-    study.study(["claim_rates"], seeds=1, parallel=None, made=None, folder=tmp_path / "rows")
+    study.study({"claim_rates": 1}, parallel=None, made=None, folder=tmp_path / "rows")
     assert len(started) == len(keys) - 1 == 23
     assert f"claim_rates: {len(keys)} runs, 1 of them have a row" in capsys.readouterr().out
     assert all("seed=100" in job.overrides for job in started)
+
+
+def test_the_quick_form_speaks_every_verdict_that_runs_speak(capsys):
+    assert {*report.OTHERS.values(), report.MAIN} - {report.FIXED, "claim_c2_updates"} <= study.QUICK.keys()
+    assert study.QUICK.keys() <= set(study.RECIPES)
+    with pytest.raises(SystemExit) as end:
+        study.command_line(["claim_c2", "--quick"])
+    assert end.value.code == 2 and "--quick chooses" in capsys.readouterr().err
 
 
 def test_every_recipe_of_the_study_is_one_that_the_command_knows():
