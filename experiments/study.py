@@ -24,6 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from analysis.study import rows
+from analysis.study.rates import SEARCH, write_rates
 from experiments.command_line import CONF, exit_codes
 from experiments.study_noise import measure, measure_real
 from experiments.sweeps.jobs import save_jobs
@@ -39,7 +40,9 @@ MEASURED, MEASURED_REAL = "claim_c1", "claim_c1_real"  # whose rows are measurem
 QUICK = {"claim_c3_c4": 3, "claim_c3_c4_32": 2, MEASURED: 1, "claim_c2": 2}  # seeds: half an hour on two cores
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
-    *(MEASURED, "claim_fixed_rollouts", "claim_c2", "claim_c2_updates", "claim_rates_tools", "claim_rates_long"),
+    *(MEASURED, "claim_fixed_rollouts", "claim_c2", "claim_c2_updates"),
+    *("claim_rates_tools", "claim_rates_tools_32", "claim_c3_c4_tools", "claim_c3_c4_tools_32"),
+    *("claim_rates_long", "claim_rates_long_32", "claim_c3_c4_long", "claim_c3_c4_long_32"),
     *("neighbours_improvement", "neighbours_auxiliary", "neighbours_token_weights", "neighbours_schedule"),
     MEASURED_REAL,
 )
@@ -78,6 +81,8 @@ def study(
         print(f"{recipe}: {len(keys)} runs, {len(keys) - len(missing)} of them have a row", flush=True)
         if made is None and missing:
             run(recipe, missing, parallel, partial(rows.collect, asked=asked, file=file))
+        if recipe.startswith(SEARCH) and folder == ROWS:  # the recipes below take their learning rates from it
+            write_rates(sorted(folder.glob(f"{SEARCH}*.csv")))
 
 
 def keys_of(recipe: str, seeds: int | None) -> dict[str, list[str]]:

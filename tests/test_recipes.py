@@ -9,6 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from analysis.study import rates
 from experiments import hardware
 from experiments.sweeps.plan import plan
 from hydra_plugins.otb_launchers import Sweeper
@@ -74,6 +75,7 @@ def test_the_command_line_wins_over_every_plain_value_of_a_recipe(recipe):
 def test_every_run_of_a_recipe_would_start(recipe, monkeypatch):
     installed = hardware.importlib.util.find_spec  # where the recipe runs vLLM is there; here it may not be
     monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: name == "vllm" or installed(name))
+    monkeypatch.setattr(rates, "tuned_rate", lambda *arm: 1e-3)  # searches that some recipes wait for
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         sweep = loader.load_configuration("config", [f"experiment={recipe}"], RunMode.MULTIRUN)

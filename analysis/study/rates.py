@@ -1,4 +1,7 @@
-"""Chooses the learning rate of each arm of the study from its search. `python -m analysis.study rates` writes them."""
+"""Chooses the learning rate of each arm of the study from its search.
+
+experiments/study.py writes them after a search, and so does `python -m analysis.study rates`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from otb.errors import RunError
 from otb.records import write_atomically
 
 RATES = Path(__file__).with_name("rates.yaml")
+SEARCH = "claim_rates"  # what the names of recipes that search, and of their rows, begin with
 FEWEST = 3  # rates; of an arm with fewer the search is not done
 TIE = 0.001  # of accuracy: the smaller rate is taken
 HEADER = """\
@@ -62,5 +66,5 @@ def tuned_rate(task: str, baseline: str, group_size: int, source: Path = RATES) 
     except KeyError:
         raise RunError(
             f"The study has no learning rate for task={task} baseline={baseline} group_size={group_size}. Run its "
-            "search (python experiments/study.py claim_rates), then python -m analysis.study rates."
+            "search, a recipe claim_rates* of python experiments/study.py."
         ) from None

@@ -18,7 +18,7 @@ from analysis.study.collapses import cells, cells_section, survival
 from analysis.study.methods import write_methods
 from analysis.study.noise import relative_noise
 from analysis.study.noise_figure import noise_over_training
-from analysis.study.rates import chosen, scores
+from analysis.study.rates import SEARCH, chosen, scores
 from analysis.study.rows import read, steps_table
 from analysis.study.verdicts import Comparison, Runs
 from analysis.style import save
@@ -48,7 +48,7 @@ CLAIMS = {
     "C5": "no extra backward pass",
 }
 FRONT_BEGIN, FRONT_END = "<!-- verdicts: make report-study -->", "<!-- end of verdicts -->"
-SEARCH, MAIN, FIXED = "claim_rates", "claim_c3_c4", "claim_fixed_rollouts"  # what the names of files of rows begin with
+MAIN, FIXED = "claim_c3_c4", "claim_fixed_rollouts"  # what the names of files of rows begin with
 OTHERS = {"C1": "claim_c1", "C2": "claim_c2", "C2, several updates per batch": "claim_c2_updates"}
 OTHERS |= {"C4, rollouts per step fixed": FIXED}
 TASKS = ("arithmetic", "arithmetic_tools", "arithmetic_long")
