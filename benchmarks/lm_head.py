@@ -96,11 +96,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=32_768)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--calls", nargs="+", default=list(CALLS), choices=list(CALLS))
     parser.add_argument("--repeats", type=int, default=5, help="counted calls")
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
     rows = []
-    for name, (outputs, call) in CALLS.items():
+    for name in arguments.calls:
+        outputs, call = CALLS[name]
         model = head(arguments.hidden, arguments.vocabulary, outputs)
         for tokens in arguments.tokens:
             ids = torch.randint(0, arguments.vocabulary, (1, tokens), device=model.device)
