@@ -302,6 +302,22 @@ def test_c2_is_put_to_the_test_by_a_rival_that_collapses(rival, ours, verdict):
     assert verdicts.collapse_verdict(verdicts.share_difference(rival, ours), rival)[0] == verdict
 
 
+def test_c2_counts_settings_that_have_ten_seeds_of_both():
+    """RLOO falls in every run of the highest rate. A third rate lacks a seed, and its fall is not counted."""
+    made = []
+    for rate, seed, baseline in product((3e-4, 9e-4, 3e-3), SEEDS, ("otb", "rloo")):
+        if (rate, seed) != (9e-4, 9):
+            run = made_up(baseline, seed=seed, rate=rate) | {"varied": "rollouts_by=hf"}
+            if baseline == "rloo" and rate > 3e-4:
+                run["accuracy"] = " ".join(["1"] * 10 + ["0"] * 10)
+            made.append(run)
+    (found,) = verdicts.collapses(pd.DataFrame(made))
+    assert found.what == "RLOO (10 of 20) minus OTB (0 of 20)" and found.verdict == SUPPORTED
+    assert found.why == "2 of 30 settings"
+    (found,) = verdicts.collapses(pd.DataFrame(made[:10]))
+    assert found.verdict == UNDECIDED and found.why == "no setting has 10 seeds of both"
+
+
 def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():
     """OTB lives everywhere; RLOO falls to no reward at step 11 of the highest rate."""
     made = []

@@ -101,7 +101,7 @@ def all_comparisons(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame
         if not (deep := of_kind(rows, FIXED).query("task == @runs.task")).empty:
             found += verdicts.rollouts_divided(runs, Runs(deep))
     for _, part in of_kind(rows, "claim_c2").groupby("task"):
-        found += verdicts.collapses(Runs(part))
+        found += verdicts.collapses(part)
     return found
 
 

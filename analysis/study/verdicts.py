@@ -30,6 +30,7 @@ TARGETS = (0.9, 0.8, 0.95)  # C4: shares of the best final accuracy, the first d
 OVERHEAD = "score norms, baseline and advantages / loss of a plain step"  # C5: names of figures of benchmarks/bench.py
 LEAN_STEP = "step: otb / rloo, N=4"
 MOST_OF_LOSS = 0.5  # C5: of the loss's time, what the claim allows
+CONDITIONS = 30  # C2: rates x samplers x (one update, or 2 and 4 with and without clipping)
 SMALLEST_COLLAPSE = 0.2  # C2: difference of the shares of collapsed runs, and share of the rival's that must collapse
 
 Arm = tuple[str, int]
@@ -228,20 +229,29 @@ def censored_text(runs: Runs, arm: Arm, target: float) -> str:
     return f"{(~reached).sum()} of {len(reached)} runs of {named(arm)} censored"
 
 
-def collapses(runs: Runs) -> list[Comparison]:
-    """Compares the shares of collapsed runs for C2, the rival minus OTB, then minus every other arm."""
-    table = stability_table(runs.table)
+def collapses(rows: pd.DataFrame) -> list[Comparison]:
+    """Compares the shares of collapsed runs for C2, the rival minus OTB, then minus every other arm.
+
+    rows: of one task. Settings in which either arm has fewer seeds than a verdict needs are left out.
+    """
+    task = str(rows.task.iloc[0])
+    seeds = rows.groupby(["learning_rate", "varied", "baseline"]).seed.nunique().unstack(fill_value=0)
+    whole = seeds.reindex(columns=[OURS, RIVAL], fill_value=0).min(axis=1) >= SEEDS
+    settings = f"{whole.sum()} of {CONDITIONS} settings"
+    judged = rows[[bool(whole[key]) for key in zip(rows.learning_rate, rows.varied, strict=True)]]
+    if judged.empty:
+        what = f"{label(RIVAL)} minus {label(OURS)}"
+        return [Comparison("C2", task, what, NOTHING, UNDECIDED, f"no setting has {SEEDS} seeds of both")]
+    table = stability_table(steps_table(judged))
     counts = {str(arm): (int(part.collapsed.sum()), len(part)) for arm, part in table.groupby("baseline")}
     comparisons = []
     for arm in [OURS, *sorted(set(counts) - {OURS, RIVAL})]:
-        if RIVAL not in counts or arm not in counts:
-            continue
         effect = share_difference(counts[RIVAL], counts[arm])
         what = " minus ".join(f"{label(name)} ({counts[name][0]} of {counts[name][1]})" for name in (RIVAL, arm))
         verdict, why = "", ""
         if arm == OURS:
             verdict, why = collapse_verdict(effect, counts[RIVAL])
-        comparisons.append(Comparison("C2", runs.task, what, effect, verdict, why))
+        comparisons.append(Comparison("C2", task, what, effect, verdict, "; ".join(filter(None, [settings, why]))))
     return comparisons
 
 
