@@ -1,10 +1,11 @@
-"""Seconds and memory of a step over group size, prompts, response length, vocabulary and processes, with exponents.
+"""Measures how seconds and memory of a step grow with group size, prompts, length, vocabulary and processes.
 
     python benchmarks/scaling.py [--only vocabulary ...]     # 6 minutes on two quiet cores
 
 One factor is varied at a time around the sizes of `BASE`. Each point is a process of its own that trains an untrained
 policy of the tiny architecture, whose responses almost all have full length and whose groups all have two rewards: no
-rollout is left out of anything. Seconds are the median of the steps after the first, without the optimizer's; memory is
+rollout is left out of anything. Steps are plain ones (`lean_steps=false`), the only kind that several processes have,
+in micro-batches of 16 rollouts. Seconds are the median of the steps after the first, without the optimizer's; memory is
 the largest resident set less what was resident before the policy was built. An exponent is the slope between the two
 largest points on logarithmic axes: 1 where twice as much costs twice as much. Writes scaling.csv and
 docs/figures/scaling.png.
@@ -46,7 +47,7 @@ NAMES = {
 }
 PARTS = {"sampling": "#56B4E9", "advantages": "#E69F00", "loss": "#009E73", "step": "#000000"}
 STEPS = 4
-ROLLOUTS_PER_FORWARD = 64
+ROLLOUTS_PER_FORWARD = 16
 FACTS = ROOT / "benchmarks" / "scaling.csv"
 FIGURE = ROOT / "docs" / "figures" / "scaling.png"
 
@@ -86,7 +87,7 @@ def measure(point: dict[str, int]) -> dict[str, float]:
             gradient_checkpointing=False, learning_rate=0.0, loss_type="dr_grpo", num_generations=point["group_size"],
             per_device_train_batch_size=forward, gradient_accumulation_steps=rollouts // forward,
             steps_per_generation=rollouts // forward, max_completion_length=point["length"], max_steps=STEPS,
-            logging_steps=1,
+            logging_steps=1, lean_steps=False,
         )  # fmt: skip
         trainer = Timed(
             random_policy("tiny", tokenizer, point["vocabulary"]),

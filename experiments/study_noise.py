@@ -22,7 +22,6 @@ from otb.errors import RunError
 STAGES = {"start": 0, "half": 40, "end": 80}  # steps of the run at which a policy is measured
 # The two that are compared, what OTB's gain is made of, and the rest of the main arms (docs/study/rules.md).
 ESTIMATORS = ("rloo", "otb", "otb_loo", "otb_exact", "otb_carry", "sequence_energy", "grpo", "none", "trajectory_cv")
-REAL = "arithmetic, SmolLM2-135M"  # what the rows of the real model call its task
 REAL_MODEL = ("model=smollm2-135m", "task=arithmetic")
 # Exact scores of a token cost a backward pass: fewer prompts and rollouts than the tiny policies have, and a space that
 # they fit in. At its start an adapter's B is 0, so its gradient is a random projection of the layers' whole gradients.
@@ -62,10 +61,11 @@ def measure(runs: list[list[str]], parallel: int | None, file: Path, folder: Pat
 
 
 def measure_real(where: list[str], parallel: int | None, file: Path, folder: Path) -> None:
-    """Measures the real model unless `file` has its rows. where: overrides that say where its weights are, if not on
-    the hub. Raises RunError where a command fails.
+    """Measures the real model unless `file` has its rows. Raises RunError where a command fails.
+
+    where: overrides that say where its weights are, if not on the hub.
     """
-    policy = Policy(REAL, 0, "start")
+    policy = Policy(noise.REAL, 0, "start")
     known = policy in noise.measured(file)
     print(f"claim_c1_real: 1 measurement, {int(known)} of them have rows", flush=True)
     if known:

@@ -284,7 +284,8 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         ),
     ),
     "experiments/sweeps/preloaded.py": (
-        Seam("atexit", "_run_exitfuncs", "called before a fork ends without taking the libraries apart"),
+        Seam("threading", "_shutdown()", "called before a fork ends without taking the libraries apart"),
+        Seam("atexit", "_run_exitfuncs", "called after it"),
     ),
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.hardware import visible_gpus
+from experiments.run_lock import is_alive, read_lock
 from experiments.sweeps.preloaded import Preloaded
 from tests.support import commands
 from tests.support.commands import ROOT, arguments, run_command_line, wait_for, without_times
@@ -93,29 +94,54 @@ def test_waiting_for_nothing_is_refused_where_no_queue_keeps_the_runs(policy, tm
 
 def test_a_preloaded_process_does_one_run_after_the_other(policy, tmp_path):
     """Refused, stopped, refused again: each has its own exit code and log. One that is killed is replaced."""
-    place = Preloaded(ROOT, {**os.environ, "PYTHONPATH": str(ROOT), NO_PICTURES: "1"})
+    server = Preloaded(ROOT, {**os.environ, "PYTHONPATH": str(ROOT), NO_PICTURES: "1"})
     logs = [tmp_path / f"{number}.log" for number in range(3)]
-    place.start(["group_size=0"], {}, logs[0])
-    first = place.process.pid
-    assert place.wait(PATIENCE_SECONDS) == 2 and place.poll() == 2
+    server.start(["group_size=0"], {}, logs[0])
+    first = server.process.pid
+    assert server.wait(PATIENCE_SECONDS) == 2 and server.poll() == 2
     assert "group_size=0 must be" in logs[0].read_text()
 
-    place.start(arguments(tmp_path / "runs", model__name=policy, steps=1000), {}, logs[1])
+    server.start(arguments(tmp_path / "runs", model__name=policy, steps=1000), {}, logs[1])
     wait_for(lambda: list((tmp_path / "runs").glob("*/*/metrics.jsonl")))
     with pytest.raises(subprocess.TimeoutExpired):
-        place.wait(0.01)
-    place.terminate()
-    assert place.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+        server.wait(0.01)
+    server.terminate()
+    assert server.wait(PATIENCE_SECONDS) == -signal.SIGTERM
 
-    place.start(["baseline.kind=?"], {}, logs[2])
-    assert place.wait(PATIENCE_SECONDS) == 2 and place.process.pid == first
+    server.start(["baseline.kind=?"], {}, logs[2])
+    assert server.wait(PATIENCE_SECONDS) == 2 and server.process.pid == first
     assert "baseline.kind" in logs[2].read_text() and "group_size" not in logs[2].read_text()
-    place.process.kill()
-    place.process.wait()
-    place.start(["group_size=0"], {}, logs[0])
-    assert place.wait(PATIENCE_SECONDS) == 2 and place.process.pid != first
-    place.close()
-    assert place.process.wait(PATIENCE_SECONDS) == 0
+    again = arguments(tmp_path / "again", model__name=policy, steps=1000)
+    server.start(again, {}, logs[2])
+    wait_for(lambda: list((tmp_path / "again").glob("*/*/metrics.jsonl")))
+    (lock,) = (tmp_path / "again").glob("*/*/lock.json")
+    server.process.kill()  # the run ends with it, and another process takes its place
+    assert server.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    wait_for(lambda: not is_alive(read_lock(lock), 0.0))
+    server.start(["group_size=0"], {}, logs[0])
+    assert server.wait(PATIENCE_SECONDS) == 2 and server.process.pid != first
+    server.close()
+    assert server.process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_runs_of_one_preloaded_process_share_no_random_state():
+    """Two forks draw other numbers, and name cached files of functions without a hash otherwise."""
+    program = """
+import os
+from experiments.sweeps import preloaded
+preloaded.import_all()
+for _ in range(2):
+    if os.fork() == 0:
+        preloaded.reseed()
+        import random, numpy, datasets.fingerprint
+        print(random.random(), numpy.random.rand(), datasets.fingerprint.generate_random_fingerprint(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    first, second = (line.split() for line in done.stdout.splitlines())
+    assert len({*first, *second}) == 6, done.stderr
 
 
 def test_runs_get_one_gpu_each_of_those_that_are_visible(monkeypatch, tmp_path):

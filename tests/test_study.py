@@ -113,7 +113,7 @@ def test_committed_rows_are_of_the_recipes_that_name_them():
     for file in sorted(study.ROWS.glob("*.csv")):
         assert file.stem in study.RECIPES
         if file.stem == study.MEASURED_REAL:
-            assert kept_noise.measured(file) == {(study_noise.REAL, 0, "start")}
+            assert kept_noise.measured(file) == {(kept_noise.REAL, 0, "start")}
             continue
         if file.stem == study.MEASURED:
             with study.composing(file.stem) as (_, sweep):
@@ -136,6 +136,12 @@ def test_the_rate_with_the_highest_mean_accuracy_is_chosen_and_of_equal_ones_the
     assert best[["learning_rate", "edge"]].values.tolist() == [[1e-3, False]]
     best = rates.chosen(rates.scores(search({3e-4: 0.8, 1e-3: 0.8005, 3e-3: 0.5})))
     assert best[["learning_rate", "edge"]].values.tolist() == [[3e-4, True]]
+
+
+def test_a_diverged_run_keeps_its_last_accuracy_to_the_end():
+    made = search({1e-3: 0.8, 3e-3: 0.8})
+    made.loc[1, ["evaluation_accuracy", "outcome"]] = ["0.4", "diverged"]
+    assert list(rates.scores(made).score) == pytest.approx([0.7, 0.4])
 
 
 def test_rates_are_found_again_and_one_that_is_missing_names_its_search(tmp_path):
@@ -251,7 +257,7 @@ def test_c1_measures_what_has_no_rows_by_the_commands_that_a_user_types(tmp_path
     assert [line[0] for line in typed[5:]] == ["warm_start", "variance"] and "model.name=weights" in typed[5]
     warm = next(given for given in typed[5] if given.startswith("output="))
     assert warm.replace("output=", "model.name=") in typed[6] and "model.lora.r=4" in typed[6]
-    assert kept_noise.measured(tmp_path / "claim_c1_real.csv") == {(study_noise.REAL, 0, "start")}
+    assert kept_noise.measured(tmp_path / "claim_c1_real.csv") == {(kept_noise.REAL, 0, "start")}
 
 
 def test_c3_is_supported_where_small_n_is_not_worse_by_two_points_and_empty_where_the_rival_does_as_well():
@@ -314,8 +320,13 @@ def test_c2_counts_settings_that_have_ten_seeds_of_both():
     (found,) = verdicts.collapses(pd.DataFrame(made))
     assert found.what == "RLOO (10 of 20) minus OTB (0 of 20)" and found.verdict == SUPPORTED
     assert found.why == "2 of 30 settings"
-    (found,) = verdicts.collapses(pd.DataFrame(made[:10]))
-    assert found.verdict == UNDECIDED and found.why == "no setting has 10 seeds of both"
+    assert found.effect.seeds == 10
+    few = pd.DataFrame(made).query("seed < 2")
+    (found,) = verdicts.collapses(few)
+    assert found.what == "RLOO (4 of 6) minus OTB (0 of 6)" and found.effect.seeds == 2
+    assert found.verdict == UNDECIDED and found.why == "3 of 30 settings; fewer than 10 seeds"
+    (found,) = verdicts.collapses(few[few.baseline == "otb"])
+    assert found.verdict == UNDECIDED and found.why == "no setting has both arms"
 
 
 def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():
@@ -330,7 +341,7 @@ def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():
     assert table.collapsed.to_dict() == {(3e-4, "otb"): 0, (3e-4, "rloo"): 0, (3e-3, "otb"): 0, (3e-3, "rloo"): 3}
     assert table.collapsed_at[3e-3, "rloo"] == 16  # the mean of 10 steps falls below a half
     page = collapses.cells_section(table.reset_index())
-    assert "| 0.003 | `rollouts_by=hf` | 3 of 3, at step 16 |" in page and "| 0 of 3 |" in page
+    assert "| 0.003 | `rollouts_by=hf` | 3 of 3, median step 16 |" in page and "| 0 of 3 |" in page
     axes = collapses.survival(pd.DataFrame(made))
     assert [len(panel.get_lines()) for panel in axes[0]] == [2, 2]
     assert "3 runs per arm, 3 seeds" in axes[0, 0].get_title()

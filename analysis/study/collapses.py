@@ -42,7 +42,7 @@ def cells_section(table: pd.DataFrame) -> str:
         arm: Any
         for arm in part.sort_values("baseline", ascending=False).itertuples():
             name = label(str(arm.baseline))
-            at = "" if np.isnan(arm.collapsed_at) else f", at step {arm.collapsed_at:.0f}"
+            at = "" if np.isnan(arm.collapsed_at) else f", median step {arm.collapsed_at:.0f}"
             row[f"{name}: collapsed"] = f"{arm.collapsed} of {arm.runs}{at}"
             row[f"{name}: final accuracy"] = str(Interval(arm.final, arm.final_low, arm.final_high, arm.runs))
         shown.append(row)
@@ -76,6 +76,6 @@ def survival(rows: pd.DataFrame):
         about = f"{of_arm} runs per arm, {seeds_text([of_rate.seed.nunique()])}"
         panel.set_title(f"learning rate {rate:g}\n{about}", fontsize=7)
     axes[0, 0].set_ylabel("share of runs alive (95 % Wilson)")
-    legend_below(axes[0, 0])
+    legend_below(max(axes[0], key=lambda panel: len(panel.get_lines())))  # one that has all arms
     keep_numbers(axes[0], pd.concat(plotted))
     return axes

@@ -10,6 +10,7 @@ from filelock import FileLock
 from otb.laboratory.statistics import MOMENTS, estimator_statistics
 from otb.records import write_atomically
 
+REAL = "arithmetic, SmolLM2-135M"  # what the rows of a real model call its task
 POLICY = ("task", "seed", "stage")  # seed: of the warm start
 COLUMNS = (*POLICY, "prompt", "estimator", "group_size", *MOMENTS)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from analysis.arms import label
+from analysis.study.verdicts import SMALL, STAGES, judged_sizes
 from analysis.style import PAGE, figure, keep_numbers
 
-STAGES = ("start", "half", "end")
-SMALL, LARGE = 4, 32
 STYLES = ({"marker": "o", "color": "#0072B2"}, {"marker": "D", "color": "#D55E00", "markerfacecolor": "white"})
 
 
@@ -21,7 +20,7 @@ def noise_over_training(results: pd.DataFrame):
     Returns:
         Array of axes.
     """
-    sizes = dict(zip((SMALL, min(LARGE, int(results.group_size.max()))), STYLES, strict=True))
+    sizes = dict(zip(judged_sizes(results), STYLES, strict=True))
     of_others = results[(results.estimator != "rloo") & results.group_size.isin(sizes)]
     by_noise = of_others[of_others.group_size == SMALL].groupby("estimator").relative_noise.mean()
     places = {name: place for place, name in enumerate(by_noise.sort_values(ascending=False).index)}

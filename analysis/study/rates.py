@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -25,9 +26,15 @@ HEADER = """\
 
 
 def scores(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns task, baseline, group_size, learning_rate, score, seeds: mean held-out accuracy after the start."""
-    score = [numbers(cell)[1:].mean() for cell in rows.evaluation_accuracy]
-    groups = rows.assign(score=score).groupby(["task", "baseline", "group_size", "learning_rate"])
+    """Returns task, baseline, group_size, learning_rate, score, seeds: mean held-out accuracy after the start.
+
+    A run that diverged keeps its last evaluation to the end.
+    """
+    accuracies = [numbers(cell) for cell in rows.evaluation_accuracy]
+    ends = rows.assign(count=[len(values) for values in accuracies]).groupby("task")["count"].transform("max")
+    padded = [np.pad(values, (0, end - len(values)), mode="edge") for values, end in zip(accuracies, ends, strict=True)]
+    scored = rows.assign(score=[values[1:].mean() for values in padded])
+    groups = scored.groupby(["task", "baseline", "group_size", "learning_rate"])
     return groups.score.agg(["mean", "size"]).set_axis(["score", "seeds"], axis=1).reset_index()
 
 

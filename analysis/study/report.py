@@ -16,7 +16,7 @@ from analysis.report.markdown import markdown_table
 from analysis.study import verdicts
 from analysis.study.collapses import cells, cells_section, survival
 from analysis.study.methods import write_methods
-from analysis.study.noise import relative_noise
+from analysis.study.noise import REAL, relative_noise
 from analysis.study.noise_figure import noise_over_training
 from analysis.study.rates import SEARCH, chosen, scores
 from analysis.study.rows import read, steps_table
@@ -30,8 +30,8 @@ HEAD = """\
 Written by `python -m analysis.study report` (`make report-study`) from the rows in `rows/`, by the rules in
 [rules.md](rules.md), which were committed before the runs. Every finished run has a row; `make study` runs what has
 none. Estimates: interquartile means over seeds with 95 % intervals, paired by seed ([analysis.md](../analysis.md)). All
-of it is from the tiny policy (0.35 M parameters) on a CPU. What stands below the tables is written by hand
-([comments](comments.md)). Why there is a long task: [arithmetic_long](arithmetic_long.md).
+of it is from the tiny policy (0.35 M parameters) on a CPU, but for rows that name another model. What stands below the
+tables is written by hand ([comments](comments.md)). Why there is a long task: [arithmetic_long](arithmetic_long.md).
 """
 COMMANDS = {
     "C1": "python experiments/study.py claim_c1",
@@ -143,8 +143,7 @@ def summary(spoken: list[Comparison]) -> list[str]:
 
 def command_of(comparison: Comparison) -> str:
     """Returns the command that makes the rows of a comparison."""
-    real = comparison.claim == "C1" and comparison.task not in TASKS
-    return COMMANDS[comparison.claim] + ("_real" if real else "")
+    return COMMANDS[comparison.claim] + ("_real" if comparison.task == REAL else "")
 
 
 def effect_text(comparison: Comparison) -> str:
@@ -191,7 +190,7 @@ def comparison_section(comparisons: list[Comparison]) -> list[str]:
 
 def noise_section(decided: Comparison, results: pd.DataFrame) -> list[str]:
     """Returns the decision on C1 and a table with a row per estimator, at the two group sizes that speak."""
-    sizes = [verdicts.SMALL, min(verdicts.LARGE, int(results.group_size.max()))]
+    sizes = verdicts.judged_sizes(results)
     shown = results[(results.estimator != verdicts.RIVAL) & results.group_size.isin(sizes)]
     shown = shown.assign(arm=shown.estimator.map(label), cell=[str(effect) for effect in verdicts.noise_effects(shown)])
     wide = shown.pivot(index="arm", columns=["group_size", "stage"], values="cell")
@@ -264,7 +263,7 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
     makers: list[tuple[str, str, Callable]] = [
         ("C3", MAIN, lambda rows: accuracy_by_group_size(steps_table(rows), whole_grid=False)),
         ("C4", MAIN, curves_over_tokens),
-        ("C2", OTHERS["C2"], survival),
+        ("C2", OTHERS["C2"], lambda rows: survival(verdicts.judged_settings(rows)[0])),
     ]
     for claim, kind, make in makers:
         for task, part in of_kind(rows, kind).groupby("task"):

@@ -84,7 +84,7 @@ def gradient_noise(results: pd.DataFrame) -> list[Comparison]:
     results: of one task, as analysis.study.noise.relative_noise returns it. The number of seeds is that of policies.
     """
     task = str(results.task.iloc[0])
-    judged = results[(results.estimator == OURS) & results.group_size.isin([SMALL, LARGE])]
+    judged = results[(results.estimator == OURS) & results.group_size.isin(judged_sizes(results))]
     effects = noise_effects(judged)
     place = int(np.argmax([effect.estimate for effect in effects]))
     worst = judged.iloc[place]
@@ -100,6 +100,11 @@ def gradient_noise(results: pd.DataFrame) -> list[Comparison]:
         what = f"{row.stage}: {label(name, size)} relative to {label(RIVAL, size)}"
         comparisons.append(Comparison("C1", task, what, effect, "", ""))
     return comparisons
+
+
+def judged_sizes(results: pd.DataFrame) -> tuple[int, int]:
+    """Returns the small N and the large one, or the largest that was measured."""
+    return SMALL, min(LARGE, int(results.group_size.max()))
 
 
 def noise_effects(results: pd.DataFrame) -> list[Interval]:
@@ -232,27 +237,41 @@ def censored_text(runs: Runs, arm: Arm, target: float) -> str:
 def collapses(rows: pd.DataFrame) -> list[Comparison]:
     """Compares the shares of collapsed runs for C2, the rival minus OTB, then minus every other arm.
 
-    rows: of one task. Settings in which either arm has fewer seeds than a verdict needs are left out.
+    rows: of one task. The number of seeds is the least of a setting.
     """
-    task = str(rows.task.iloc[0])
-    seeds = rows.groupby(["learning_rate", "varied", "baseline"]).seed.nunique().unstack(fill_value=0)
-    whole = seeds.reindex(columns=[OURS, RIVAL], fill_value=0).min(axis=1) >= SEEDS
-    settings = f"{whole.sum()} of {CONDITIONS} settings"
-    judged = rows[[bool(whole[key]) for key in zip(rows.learning_rate, rows.varied, strict=True)]]
-    if judged.empty:
-        what = f"{label(RIVAL)} minus {label(OURS)}"
-        return [Comparison("C2", task, what, NOTHING, UNDECIDED, f"no setting has {SEEDS} seeds of both")]
-    table = stability_table(steps_table(judged))
+    judged, settings, seeds = judged_settings(rows)
+    table = stability_table(steps_table(judged)) if len(judged) else pd.DataFrame(columns=["baseline", "collapsed"])
     counts = {str(arm): (int(part.collapsed.sum()), len(part)) for arm, part in table.groupby("baseline")}
+    if not {OURS, RIVAL} <= counts.keys():
+        what = f"{label(RIVAL)} minus {label(OURS)}"
+        return [Comparison("C2", str(rows.task.iloc[0]), what, NOTHING, UNDECIDED, "no setting has both arms")]
     comparisons = []
     for arm in [OURS, *sorted(set(counts) - {OURS, RIVAL})]:
-        effect = share_difference(counts[RIVAL], counts[arm])
+        effect = share_difference(counts[RIVAL], counts[arm])._replace(seeds=seeds)
         what = " minus ".join(f"{label(name)} ({counts[name][0]} of {counts[name][1]})" for name in (RIVAL, arm))
-        verdict, why = "", ""
+        verdict, why = "", [f"{settings} of {CONDITIONS} settings"]
         if arm == OURS:
-            verdict, why = collapse_verdict(effect, counts[RIVAL])
-        comparisons.append(Comparison("C2", task, what, effect, verdict, "; ".join(filter(None, [settings, why]))))
+            verdict, reason = collapse_verdict(effect, counts[RIVAL])
+            if seeds < SEEDS:
+                verdict, reason = UNDECIDED, f"fewer than {SEEDS} seeds"
+            why += [reason] if reason else []
+        comparisons.append(Comparison("C2", str(rows.task.iloc[0]), what, effect, verdict, "; ".join(why)))
     return comparisons
+
+
+def judged_settings(rows: pd.DataFrame) -> tuple[pd.DataFrame, int, int]:
+    """Returns the rows of the settings of C2's grid that are judged, how many these are, and the least seeds of one.
+
+    Judged are those with enough seeds of both arms for a verdict; where none has, those with as many of one as of the
+    other. rows: of one task.
+    """
+    seeds = rows.groupby(["learning_rate", "varied", "baseline"]).seed.nunique().unstack(fill_value=0)
+    least = seeds.reindex(columns=[OURS, RIVAL], fill_value=0).min(axis=1)
+    whole = least >= SEEDS
+    if not whole.any():
+        whole = (least > 0) & (least == seeds.max(axis=1))
+    kept = rows[[bool(whole[key]) for key in zip(rows.learning_rate, rows.varied, strict=True)]]
+    return kept, int(whole.sum()), int(least[whole].min()) if whole.any() else 0
 
 
 def collapse_verdict(effect: Interval, rival: tuple[int, int]) -> tuple[str, str]:

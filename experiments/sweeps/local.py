@@ -55,14 +55,15 @@ def launch(
 
 
 class Running(NamedTuple):
-    """A run and where it runs: in a preloaded process, or on GPUs that it sees under these names.
+    """Holds a run that has been started.
 
-    position: bytes of its log that an earlier start wrote.
+    slot: what the run leaves free at its end: a preloaded process, or names of GPUs. position: bytes of its log that an
+    earlier start wrote.
     """
 
     process: subprocess.Popen | Preloaded
     job: Job
-    place: Preloaded | str
+    slot: Preloaded | str
     position: int
 
 
@@ -119,9 +120,9 @@ class LocalSweep:
                     run.process.wait(SECONDS_TO_END)
                 except subprocess.TimeoutExpired:
                     run.process.terminate()
-            for place in (*self.free, *(run.place for run in self.running)):
-                if isinstance(place, Preloaded):
-                    place.close()
+            for slot in (*self.free, *(run.slot for run in self.running)):
+                if isinstance(slot, Preloaded):
+                    slot.close()
 
     def _states(self) -> list[RunState]:
         # A run is seconds old before its directory is there, and is not missing.
@@ -141,28 +142,28 @@ class LocalSweep:
         return [Preloaded(self.code, self.environment) for _ in range(self.slots)]
 
     def _start(self, job: Job) -> None:
-        place, log = self.free.pop(), self._log_of(job)
+        slot, log = self.free.pop(), self._log_of(job)
         own = {RESTARTS_VARIABLE: str(restarts() + job.starts)}  # overwrite=true was obeyed by the first start
         job.starts += 1
         job.save(self.folder)
         position = log.stat().st_size if log.exists() else 0
-        if isinstance(place, Preloaded):
-            place.start(job.overrides, own, log)
-            self.running.append(Running(place, job, place, position))
+        if isinstance(slot, Preloaded):
+            slot.start(job.overrides, own, log)
+            self.running.append(Running(slot, job, slot, position))
             return
-        environment = self.environment | own | {"CUDA_VISIBLE_DEVICES": place}
+        environment = self.environment | own | {"CUDA_VISIBLE_DEVICES": slot}
         command = [sys.executable, str(self.code / "experiments" / "run.py"), *job.overrides]
         with open(log, "ab") as output:
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        self.running.append(Running(process, job, place, position))
+        self.running.append(Running(process, job, slot, position))
 
     def _log_of(self, job: Job) -> Path:
         return self.logs / f"{job.number:05d}.log"
 
     def _end(self, run: Running) -> None:
-        process, job, place, position = run
+        process, job, slot, position = run
         self.running.remove(run)
-        self.free.append(place)
+        self.free.append(slot)
         if process.returncode == 0:
             if self.ended is not None:
                 self.ended(job)

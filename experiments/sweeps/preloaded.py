@@ -1,12 +1,13 @@
-"""A process that has imported what every run imports, and does each run of a sweep in a fork of itself.
+"""Keeps a process that has imported what every run imports, and does each run of a sweep in a fork of it.
 
 Imports are a fifth of the seconds of a tiny run. Only where no GPU is visible: CUDA, once a library has looked for it,
-does not survive a fork.
+does not survive a fork. What the libraries have begun by then does: allocators and OpenMP come with handlers of forks.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -16,9 +17,13 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class Preloaded:
@@ -77,33 +82,61 @@ def serve() -> NoReturn:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints when it is imported answers nothing
     import_all()
     gc.freeze()  # a collection in a fork would copy the pages of all libraries
+    ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the run gets too, and ends by
+    server = os.getpid()
     for line in sys.stdin:
-        interrupted, stopped = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
+        overrides, environment, log = json.loads(line)
+        print_to(log)  # what goes wrong with a fork is told where its run would
         if (run := os.fork()) == 0:
-            signal.signal(signal.SIGINT, interrupted)
+            signal.signal(signal.SIGINT, ctrl_c)
             answers.close()
-            do(*json.loads(line))
-        signal.signal(signal.SIGTERM, lambda *_, run=run: os.kill(run, signal.SIGTERM))
+            end_with(server)
+            do(overrides, environment)
+        stopped = signal.signal(signal.SIGTERM, lambda *_, run=run: os.kill(run, signal.SIGTERM))
         _, status = os.waitpid(run, 0)
         signal.signal(signal.SIGTERM, stopped)
-        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
-        signal.signal(signal.SIGINT, interrupted)
+        with suppress(BrokenPipeError):  # the sweep was killed; its run has gone on to its end
+            print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
     leave(0)
 
 
 def import_all() -> None:
-    """Imports what a run imports; none of it starts a thread or draws a random number."""
+    """Imports what a run imports."""
     tiny_policy = "transformers.models.qwen3.modeling_qwen3"  # which transformers imports when it is first asked for
     for name in ("experiments.run", "experiments.train", "analysis.run_picture", tiny_policy):
         importlib.import_module(name)
 
 
-def do(overrides: list[str], environment: dict[str, str], log: str) -> NoReturn:
-    """Does what `python experiments/run.py OVERRIDES` does, in this process."""
-    printed = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for descriptor, file in enumerate([os.open(os.devnull, os.O_RDONLY), printed, printed]):
+def print_to(log: str) -> None:
+    """Lets this process print to the end of a log."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(file, descriptor)
+    os.close(file)
+
+
+def end_with(server: int) -> None:
+    """Lets the kernel end this process with the server's: a run that nobody waits for would hold its lock."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != server:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def reseed() -> None:
+    """Gives this process random states of its own, as a new one has; Python does it for `random` alone."""
+    import numpy as np
+    from datasets.fingerprint import fingerprint_rng
+
+    np.random.seed()
+    fingerprint_rng.seed()  # names cached files of functions that cannot be hashed: two runs must not share one
+
+
+def do(overrides: list[str], environment: dict[str, str]) -> NoReturn:
+    """Does what `python experiments/run.py OVERRIDES` does, in this process."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     os.environ.update(environment)
+    reseed()
     command = Path(__file__).resolve().parent.parent / "run.py"
     sys.argv, sys.path[0] = [str(command), *overrides], str(command.parent)
     code: object = 0
@@ -111,6 +144,8 @@ def do(overrides: list[str], environment: dict[str, str], log: str) -> NoReturn:
         runpy.run_path(str(command), run_name="__main__")
     except SystemExit as end:
         code = end.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -119,6 +154,7 @@ def do(overrides: list[str], environment: dict[str, str], log: str) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """Ends this process as an exit does, but does not take the libraries apart, which costs 2 s."""
+    threading._shutdown()  # waits for threads that are no daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
