@@ -81,10 +81,8 @@ def study(
         print(f"{recipe}: {len(keys)} runs, {len(keys) - len(missing)} of them have a row", flush=True)
         if made is None and missing:
             run(recipe, missing, parallel, partial(rows.collect, asked=asked, file=file))
-        whole = seeds is None and keys.keys() <= rows.keys_in(file)
-        if (
-            recipe.startswith(SEARCH) and folder == ROWS and whole
-        ):  # the recipes below take their learning rates from it
+        searched = recipe.startswith(SEARCH) and seeds is None and keys.keys() <= rows.keys_in(file)
+        if searched and folder == ROWS:  # the recipes that follow read their rates from it
             write_rates(sorted(folder.glob(f"{SEARCH}*.csv")))
 
 

@@ -172,7 +172,10 @@ METRICS = {
         "s", "rest of the step: loss forward (with the one that score norms share), backward, optimizer"
     ),
     "seconds_step": Metric("s", "wall time of the step, without evaluations and checkpoints"),
-    "peak_memory_bytes": Metric("bytes", "largest device memory allocated so far; resident memory on a CPU"),
+    "peak_memory_bytes": Metric(
+        "bytes",
+        "largest device memory allocated so far; on a CPU resident memory, with less of the libraries in a sweep",
+    ),
     "turns_mean": Metric("turns", "assistant turns per rollout, mean"),
     "tool_calls": Metric("calls", "tool calls of the step"),
     "tool_failed": Metric("share", "tool calls whose code raised an error"),
