@@ -41,9 +41,10 @@ def noise_over_training(results: pd.DataFrame):
         axes[0, 0].plot([], [], ls="", ms=4, label=f"N = {size}", **style)
     axes[0, 0].legend(fontsize=8, loc="upper right")
     of_figure = axes[0, 0].figure
-    first = results.iloc[0]
+    first, policies = results.iloc[0], results.policies.min()
     of_figure.suptitle(
-        f"Gradient noise on {first.task}: {results.policies.min()} policies, {results.prompts.min()} prompts",
+        f"Gradient noise on {first.task}: {policies} {'policy' if policies == 1 else 'policies'}, "
+        f"{results.prompts.min()} prompts",
         fontsize=10,
     )
     of_figure.supxlabel(
