@@ -350,7 +350,7 @@ def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():
 def test_rollouts_of_a_step_are_divided_in_two_ways():
     wide = arms(otb_4=0.8, rloo_4=0.8)
     found = verdicts.rollouts_divided(wide, arms(rloo_32=0.7))
-    assert [comparison.what.partition(",")[0] for comparison in found] == ["RLOO", "RLOO"]
+    assert [comparison.what.partition(":")[0] for comparison in found] == ["RLOO", "RLOO"]
     assert found[0].effect.estimate == pytest.approx(0.7 - 0.625)  # means of the last two evaluations
     assert "0 of 10 runs of RLOO, N=4 censored" in found[1].why and not found[1].verdict
 

@@ -26,6 +26,7 @@ STAGES, POLICIES = ("start", "half", "end"), 3  # C1: at which policies are meas
 LESS_NOISE = 0.9  # C1: noise relative to the rival's, below which it is less by an effect worth the name
 MATCHES = 0.02  # C3: not worse by so much accuracy
 CLAIMED_SAVING, SMALLEST_SAVING = 0.62, 0.10  # C4
+FIXED = "C4, rollouts per step fixed"  # what stands beside C4: 16 prompts x 4 rollouts and 2 x 32
 TARGETS = (0.9, 0.8, 0.95)  # C4: shares of the best final accuracy, the first decides
 OVERHEAD = "score norms, baseline and advantages / loss of a plain step"  # C5: names of figures of benchmarks/bench.py
 LEAN_STEP = "step: otb / rloo, N=4"
@@ -201,14 +202,14 @@ def rollouts_divided(wide: Runs, deep: Runs) -> list[Comparison]:
     comparisons = []
     for baseline in sorted(name for name, size in deep.finals if size == LARGE and (name, SMALL) in wide.finals):
         many, few = (baseline, SMALL), (baseline, LARGE)
-        what = f"{label(baseline)}, as many rollouts a step: N={SMALL} minus N={LARGE}, final accuracy"
+        what = f"{label(baseline)}: final accuracy, N={SMALL} minus N={LARGE}"
         lacks = "" if min(len(wide.finals[many]), len(deep.finals[few])) >= SEEDS else f"fewer than {SEEDS} seeds"
         ends = difference(wide.finals[many], deep.finals[few])
-        comparisons.append(Comparison("C4", wide.task, what, ends, "", lacks))
-        what = f"{label(baseline)}, as many rollouts a step: tokens saved by N={SMALL} against N={LARGE} ({target:.3f})"
+        comparisons.append(Comparison(FIXED, wide.task, what, ends, "", lacks))
+        what = f"{label(baseline)}: tokens saved to {target:.3f}, N={SMALL} against N={LARGE}"
         effect = saving(consumption(wide.of(many), target), consumption(deep.of(few), target))
         censored = ", ".join(censored_text(runs, arm, target) for runs, arm in ((wide, many), (deep, few)))
-        comparisons.append(Comparison("C4", wide.task, what, effect, "", "; ".join(filter(None, [lacks, censored]))))
+        comparisons.append(Comparison(FIXED, wide.task, what, effect, "", "; ".join(filter(None, [lacks, censored]))))
     return comparisons
 
 
