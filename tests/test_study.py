@@ -425,7 +425,7 @@ def test_the_command_runs_what_has_no_row_seed_by_seed_and_skips_the_rest(tmp_pa
 
 
 def test_the_quick_form_speaks_every_verdict_that_runs_speak(capsys):
-    assert {*report.OTHERS.values(), report.MAIN} - {report.FIXED, "claim_c2_updates"} <= study.QUICK.keys()
+    assert {*report.OTHERS.values(), report.MAIN} - {"claim_fixed_rollouts", "claim_c2_updates"} <= study.QUICK.keys()
     assert study.QUICK.keys() <= set(study.RECIPES)
     with pytest.raises(SystemExit) as end:
         study.command_line(["claim_c2", "--quick"])

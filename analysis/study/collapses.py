@@ -13,9 +13,8 @@ from analysis.intervals import Interval, bootstrap, iqm
 from analysis.report.markdown import markdown_table
 from analysis.stability import stability_table, survivors
 from analysis.study.rows import steps_table
+from analysis.study.verdicts import SETTING
 from analysis.style import PAGE, figure, keep_numbers, legend_below, seeds_text
-
-SETTING = ["learning_rate", "varied"]
 
 
 def cells(rows: pd.DataFrame) -> pd.DataFrame:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from analysis.arms import label
-from analysis.study.verdicts import SMALL, STAGES, judged_sizes
+from analysis.study.verdicts import RIVAL, SMALL, STAGES, judged_sizes
 from analysis.style import PAGE, figure, keep_numbers
 
 STYLES = ({"marker": "o", "color": "#0072B2"}, {"marker": "D", "color": "#D55E00", "markerfacecolor": "white"})
@@ -21,7 +21,7 @@ def noise_over_training(results: pd.DataFrame):
         Array of axes.
     """
     sizes = dict(zip(judged_sizes(results), STYLES, strict=True))
-    of_others = results[(results.estimator != "rloo") & results.group_size.isin(sizes)]
+    of_others = results[(results.estimator != RIVAL) & results.group_size.isin(sizes)]
     by_noise = of_others[of_others.group_size == SMALL].groupby("estimator").relative_noise.mean()
     places = {name: place for place, name in enumerate(by_noise.sort_values(ascending=False).index)}
     stages = [stage for stage in STAGES if stage in set(of_others.stage)]

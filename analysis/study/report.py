@@ -48,9 +48,9 @@ CLAIMS = {
     "C5": "no extra backward pass",
 }
 FRONT_BEGIN, FRONT_END = "<!-- verdicts: make report-study -->", "<!-- end of verdicts -->"
-MAIN, FIXED = "claim_c3_c4", "claim_fixed_rollouts"  # what the names of files of rows begin with
+MAIN = "claim_c3_c4"  # what the names of files of rows begin with
 OTHERS = {"C1": "claim_c1", "C2": "claim_c2", "C2, several updates per batch": "claim_c2_updates"}
-OTHERS |= {"C4, rollouts per step fixed": FIXED}
+OTHERS |= {verdicts.FIXED: "claim_fixed_rollouts"}
 TASKS = ("arithmetic", "arithmetic_tools", "arithmetic_long")
 COMPARED = (("otb", 4), ("rloo", 4), ("grpo", 4), ("rloo", 32), ("grpo", 32))
 
@@ -98,16 +98,16 @@ def all_comparisons(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame
     for _, part in of_kind(rows, MAIN).groupby("task"):
         runs = Runs(part)
         found += verdicts.accuracy_at_small_n(runs) + verdicts.tokens_saved(runs)
-        if not (deep := of_kind(rows, FIXED).query("task == @runs.task")).empty:
+        if not (deep := of_kind(rows, OTHERS[verdicts.FIXED]).query("task == @runs.task")).empty:
             found += verdicts.rollouts_divided(runs, Runs(deep))
-    for _, part in of_kind(rows, "claim_c2").groupby("task"):
+    for _, part in of_kind(rows, OTHERS["C2"]).groupby("task"):
         found += verdicts.collapses(part)
     return found
 
 
 def noise_by_task(rows: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
     """Returns task -> noise of its estimators, from the measurements of claim C1."""
-    moments = of_kind(rows, "claim_c1")
+    moments = of_kind(rows, OTHERS["C1"])
     return {} if moments.empty else {str(task): part for task, part in relative_noise(moments).groupby("task")}
 
 
@@ -257,9 +257,8 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
     """Draws one figure per claim and task; returns (claim, task) -> picture."""
     drawn: dict[tuple[str, str], Path] = {}
     for of_task, results in noise.items():
-        drawn["C1", of_task] = save(noise_over_training(results), folder / f"c1_{file_name(of_task)}", ("png", "pdf"))[
-            0
-        ]
+        files = save(noise_over_training(results), folder / f"c1_{file_name(of_task)}", ("png", "pdf"))
+        drawn["C1", of_task] = files[0]
     makers: list[tuple[str, str, Callable]] = [
         ("C3", MAIN, lambda rows: accuracy_by_group_size(steps_table(rows), whole_grid=False)),
         ("C4", MAIN, curves_over_tokens),

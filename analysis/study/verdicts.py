@@ -32,6 +32,7 @@ OVERHEAD = "score norms, baseline and advantages / loss of a plain step"  # C5: 
 LEAN_STEP = "step: otb / rloo, N=4"
 MOST_OF_LOSS = 0.5  # C5: of the loss's time, what the claim allows
 CONDITIONS = 30  # C2: rates x samplers x (one update, or 2 and 4 with and without clipping)
+SETTING = ["learning_rate", "varied"]  # C2: columns that tell its settings apart
 SMALLEST_COLLAPSE = 0.2  # C2: difference of the shares of collapsed runs, and share of the rival's that must collapse
 
 Arm = tuple[str, int]
@@ -266,7 +267,7 @@ def judged_settings(rows: pd.DataFrame) -> tuple[pd.DataFrame, int, int]:
     Judged are those with enough seeds of both arms for a verdict; where none has, those with as many of one as of the
     other. rows: of one task.
     """
-    seeds = rows.groupby(["learning_rate", "varied", "baseline"]).seed.nunique().unstack(fill_value=0)
+    seeds = rows.groupby([*SETTING, "baseline"]).seed.nunique().unstack(fill_value=0)
     least = seeds.reindex(columns=[OURS, RIVAL], fill_value=0).min(axis=1)
     whole = least >= SEEDS
     if not whole.any():

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -139,17 +138,13 @@ def do(overrides: list[str], environment: dict[str, str]) -> NoReturn:
     reseed()
     command = Path(__file__).resolve().parent.parent / "run.py"
     sys.argv, sys.path[0] = [str(command), *overrides], str(command.parent)
-    code: object = 0
     try:
         runpy.run_path(str(command), run_name="__main__")
     except SystemExit as end:
-        code = end.code or 0
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    leave(code if isinstance(code, int) else 1)
+        if not isinstance(end.code, int | None):
+            raise  # Python prints it, as it does with every other exception, and ends with 1
+        leave(end.code or 0)
+    leave(0)
 
 
 def leave(code: int) -> NoReturn:
