@@ -61,18 +61,16 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def train(case: dict, base: int) -> dict:
-    """Trains two steps. Returns the peaks of the second above `base` bytes, and the widths of its batch."""
-    import torch
+def measuring(base: int, measured: dict) -> tuple:
+    """Returns the class of a trainer and a callback that write what they measure into `measured`.
+
+    base: bytes that do not count. measured: "peaks", by part of the latest step, and the widths of its batch.
+    """
     import transformers
-    from peft import LoraConfig
 
-    from otb import OTBConfig, OTBTrainer
-    from otb.policies.tiny_policy import build_tokenizer
-    from otb.tasks.arithmetic import Arithmetic
+    from otb import OTBTrainer
 
-    peaks: dict[str, int] = {}
-    widths: dict[str, int] = {}
+    peaks: dict[str, int] = measured["peaks"]
 
     @contextmanager
     def part(name: str):
@@ -87,7 +85,7 @@ def train(case: dict, base: int) -> dict:
                 return super()._generate(*args)
 
         def _extra_pass(self, output, *args, **kwargs):
-            widths["prompt"], widths["response"] = output["prompt_ids"].size(1), output["completion_ids"].size(1)
+            measured["prompt"], measured["response"] = output["prompt_ids"].size(1), output["completion_ids"].size(1)
             with part("extra pass"):
                 return super()._extra_pass(output, *args, **kwargs)
 
@@ -108,6 +106,21 @@ def train(case: dict, base: int) -> dict:
         def on_optimizer_step(self, *args, **kwargs):
             peaks["update"] = resident("VmHWM") - base
 
+    return Measured, Update()
+
+
+def train(case: dict, base: int) -> dict:
+    """Trains two steps. Returns the peaks of the second above `base` bytes, and the widths of its batch."""
+    import torch
+    import transformers
+    from peft import LoraConfig
+
+    from otb import OTBConfig
+    from otb.policies.tiny_policy import build_tokenizer
+    from otb.tasks.arithmetic import Arithmetic
+
+    measured: dict = {"peaks": {}}
+    kind, update = measuring(base, measured)
     tokenizer, lora_rank = build_tokenizer(), case.get("lora_rank")
     bfloat16 = case.get("dtype") == "bfloat16"
     with tempfile.TemporaryDirectory() as output:
@@ -119,18 +132,18 @@ def train(case: dict, base: int) -> dict:
             steps_per_generation=case["rollouts"] // case["forward"], max_steps=2, logging_steps=1,
         )  # fmt: skip
         model = random_policy(case["model"], tokenizer)
-        trainer = Measured(
+        trainer = kind(
             model.to(torch.bfloat16) if bfloat16 and lora_rank else model,
             lambda completions, **_: [float(i % 2) for i in range(len(completions))],
             arguments,
             Arithmetic().train_dataset(),
             processing_class=tokenizer,
             peft_config=LoraConfig(r=lora_rank, target_modules="all-linear") if lora_rank else None,
-            callbacks=[Update()],
+            callbacks=[update],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    return {"peaks": peaks, **widths}
+    return measured
 
 
 def random_policy(name: str, tokenizer, vocabulary: int | None = None):
