@@ -34,6 +34,7 @@ from otb.options import batches
 from otb.policies.models import (
     check_lora_targets,
     check_prompt_lengths,
+    check_shipped_head,
     describe_policy,
     load_model,
     model_facts,
@@ -173,19 +174,21 @@ def checked_inputs(cfg: DictConfig, sandbox: Sandbox | None) -> Inputs:
 
     longest = told_by_the_first(longest_prompt)
     if not is_off(cfg, "auxiliary"):
-        refuse_head_of(model_config)
+        refuse_head_of(cfg, model_config)
     lora = lora_config(cfg)
     if lora is not None:
         check_lora_targets(lora, model_config)
     return Inputs(task, rows(), tokenizer, environment, lora, longest)
 
 
-def refuse_head_of(model_config: PreTrainedConfig) -> None:
-    """Raises RunError for a model that no auxiliary head has been built for."""
+def refuse_head_of(cfg: DictConfig, model_config: PreTrainedConfig) -> None:
+    """Raises RunError for a model that no auxiliary head has been built for, or that ships none where it should."""
     try:
         refuse_architecture(model_config.model_type)
     except ValueError as error:
         raise RunError(str(error)) from error
+    if cfg.auxiliary.weights == "shipped":
+        check_shipped_head(cfg.model.name, cfg.model.revision)
 
 
 def described(cfg: DictConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:

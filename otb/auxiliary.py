@@ -11,7 +11,7 @@ import math
 from typing import Any, Literal
 
 MODES = ("detach", "ce", "policy", "occ", "occ_as_code")
-ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral")  # model_type of what a head has been built and tested for
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "mimo")  # model_type of what heads have been tested for
 LOSS_TYPES = ("dr_grpo", "dapo", "grpo", "bnpo")  # which clip the ratio token by token
 # Options of the policy's loss that change single tokens of it -> the value at which they do nothing.
 LEFT_ALONE = {
@@ -36,7 +36,7 @@ class MultiTokenPrediction:
     ratio_to: what the head's probability is divided by in its policy loss: "main", the policy's when the tokens were
         sampled, as in the paper, or "head", its own of that moment.
     warmup: optimizer steps from the start of the run in which every mode is "detach": a fresh head knows nothing.
-    weights: "fresh", or "shipped" for those of the model's own head, which is refused.
+    weights: "fresh", or "shipped" for those of the head that lies beside the model's weights (MiMo's).
 
     Raises ValueError for values out of range.
     """
@@ -52,7 +52,8 @@ class MultiTokenPrediction:
         warmup: int = 0,
         weights: Literal["fresh", "shipped"] = "fresh",
     ):
-        for name, value, choices in (("mode", mode, MODES), ("ratio_to", ratio_to, ("main", "head"))):
+        choices_of = {"mode": (mode, MODES), "ratio_to": (ratio_to, ("main", "head"))}
+        for name, (value, choices) in (choices_of | {"weights": (weights, ("fresh", "shipped"))}).items():
             if value not in choices:
                 raise ValueError(f"{name}={value} is not one of {', '.join(choices)}. Try {name}={choices[0]}.")
         for name, number, fix in (("weight", weight, 0.1), ("lambda_plus", lambda_plus, 1.0), ("limit", limit, 1.0)):
@@ -62,13 +63,8 @@ class MultiTokenPrediction:
             raise ValueError(f"eps={eps} must be above 0: it is added to what lambda is divided by. Try eps=1e-8.")
         if type(warmup) is not int or warmup < 0:
             raise ValueError(f"warmup={warmup} must be a whole number of steps >= 0. Try warmup=20.")
-        if weights != "fresh":
-            raise ValueError(
-                f"weights={weights}: transformers drops the weights of a head that a model ships without a word, and "
-                "this project does not load them by hand. Use weights=fresh, and warmup= for the head to learn."
-            )
         self.mode, self.weight, self.lambda_plus, self.eps = mode, weight, lambda_plus, eps
-        self.limit, self.ratio_to, self.warmup = limit, ratio_to, warmup
+        self.limit, self.ratio_to, self.warmup, self.weights = limit, ratio_to, warmup, weights
 
     def acts(self, step: int) -> bool:
         """Tells whether the head's loss reaches the policy in the update after `step` optimizer steps."""

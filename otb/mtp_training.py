@@ -27,6 +27,7 @@ from otb.mtp import (
     products,
     ratio_of_sums,
 )
+from otb.policies.mimo import shipped_head
 
 OLD = "old_head_log_probs"  # the key of a batch under which the head's log-probs at the moment of sampling stand
 
@@ -39,13 +40,16 @@ class MTPTraining(TrainerCallback):
         trainer: an OTBTrainer whose model is there.
         causal: the transformers model with the LM head beneath what wraps it.
 
-    Raises ValueError for an architecture that no head has been tested for.
+    Raises ValueError for an architecture that no head has been tested for, and where a shipped head is not there.
     """
 
     def __init__(self, options: MultiTokenPrediction, trainer: Any, causal: Any):
         refuse_architecture(causal.config.model_type)
         self.options, self.trainer, self.causal = options, trainer, causal
         self.head = MTPHead(causal, trainer.args.seed).to(trainer.accelerator.device)
+        if options.weights == "shipped":
+            commit = getattr(causal.config, "_commit_hash", None)  # None for a folder
+            self.head.load_state_dict(shipped_head(causal.name_or_path, commit))
         self.pass_of: str | None = None  # "sampling" or "loss" while TRL's pass for it is to be seen
         self.seen: list[tuple[Tensor, Tensor]] = []  # log-probs (B, C) of the policy and of the head, per pass
         self.sampled_at = 0  # optimizer steps done when the tokens of the batch were sampled

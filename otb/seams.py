@@ -170,6 +170,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "epsilon_low", "where the head's ratio is clipped, as the policy's"),
         Seam(GRPO, "epsilon_high", "and above"),
         Seam(GRPO, '"num_items_in_batch"', "in a batch: the tokens of the generation, which dapo divides by"),
+        Seam("transformers:PreTrainedConfig", '"_commit_hash"', "of the hub model, whose own head is read from there"),
     ),
     "otb/sampler_copy.py": (
         Seam(VLLM, "sync_weights()", "what TRL calls where the policy has changed"),

@@ -18,12 +18,15 @@ from otb.mtp import (
     products,
     ratio_of_sums,
 )
+from otb.policies.mimo import MiMoConfig
 
 SMALL = dict(
     vocab_size=13, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=64, head_dim=8, initializer_range=0.3,
 )  # fmt: skip
-CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}
+CONFIGS = {
+    "qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig, "mimo": MiMoConfig,
+}  # fmt: skip
 
 
 def small(architecture: str, **options):
@@ -170,7 +173,7 @@ def test_losses_are_aggregated_as_their_types_say():
         (dict(mode="occ", eps=0), ("eps=0", "Try eps=1e-8")),
         (dict(mode="occ", warmup=1.5), ("warmup=1.5", "whole number")),
         (dict(mode="occ", ratio_to="base"), ("ratio_to=base", "Try ratio_to=main")),
-        (dict(mode="occ", weights="shipped"), ("weights=shipped", "transformers drops", "Use weights=fresh")),
+        (dict(mode="occ", weights="shiped"), ("weights=shiped", "Try weights=fresh")),
     ],
 )
 def test_values_out_of_range_are_refused(options, texts):

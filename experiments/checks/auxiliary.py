@@ -28,6 +28,12 @@ def check_auxiliary(cfg: DictConfig, head: MultiTokenPrediction) -> None:
         refuse_auxiliary(SimpleNamespace(**options), head, OmegaConf.to_container(cfg.model).get("lora"))
     except ValueError as error:
         raise RunError(str(error).replace("num_iterations=", "trainer.num_iterations=")) from error
+    if head.weights == "shipped" and (cfg.model.name == "tiny" or cfg.model.get("gguf_file")):
+        what = "the tiny policy ships no head" if cfg.model.name == "tiny" else "none is read from a GGUF file"
+        raise RunError(
+            f"auxiliary.weights=shipped: {what}. Use auxiliary.weights=fresh, or a model that has one, such as "
+            "model=hub model.name=XiaomiMiMo/MiMo-7B-RL."
+        )
     if head.mode != "detach" and cfg.steps <= head.warmup:
         raise RunError(
             f"auxiliary.warmup={head.warmup} is not below steps={cfg.steps}, so that the head would never act. Use a "

@@ -15,8 +15,8 @@ from pathlib import Path
 from otb.errors import RunError
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "architectures"
-BIASES = {"qwen2": True, "qwen3": False, "llama": False}  # of the query, key and value projections
-HEAD_NORMS = {"qwen2": False, "qwen3": True, "llama": False}  # a norm of each query and key head
+BIASES = {"qwen2": True, "mimo": True, "qwen3": False, "llama": False}  # of the query, key and value projections
+HEAD_NORMS = {"qwen2": False, "mimo": False, "qwen3": True, "llama": False}  # a norm of each query and key head
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from otb.errors import RunError, first_line, unwritable
 from otb.files import sha256_of
 from otb.policies.folders import MADE_FROM
 from otb.policies.gguf_files import unpacked
+from otb.policies.mimo import files_of_head
 from otb.policies.templates import set_chat_template, stop_at_end_of_turn
 from otb.policies.tiny_policy import build_tokenizer, model_config
 from otb.policies.warm_start import WarmStart, default_cache_dir, warm_start
@@ -117,6 +118,14 @@ def check_lora_targets(lora: LoraConfig, config: PreTrainedConfig) -> None:
                 f"model.lora.target_modules={target} matches no linear module of the model; each target must. Found: "
                 f"{', '.join(linear)}. Try model.lora.target_modules=all-linear."
             )
+
+
+def check_shipped_head(name: str, revision: str | None) -> None:
+    """Raises RunError where no weights of a multi-token-prediction head lie beside the model's own."""
+    try:
+        files_of_head(_place(name, revision, None), revision)
+    except ValueError as error:
+        raise RunError(f"auxiliary.{error}".replace("Use weights=", "Use auxiliary.weights=")) from error
 
 
 def policy_folder(
