@@ -6,11 +6,14 @@ anything is loaded, turned into options of GRPOConfig, and `gpus=N` starts the p
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +62,32 @@ def check_this_machine(cfg: DictConfig) -> None:
         )
 
 
+def wait_for_server(cfg: DictConfig) -> None:
+    """Waits until the vLLM server of `rollouts_by` answers, before anything is loaded.
+
+    Returns at once where no server samples. Raises RunError after `rollouts_by.timeout_s`.
+    """
+    node = cfg.rollouts_by
+    if node.name != "vllm_server":
+        return
+    ends, told = time.monotonic() + node.timeout_s, False
+    while True:
+        try:
+            with urllib.request.urlopen(f"{node.url.rstrip('/')}/health", timeout=5):
+                return
+        except (OSError, http.client.HTTPException) as error:
+            why = first_line(error)
+        if time.monotonic() >= ends:
+            raise RunError(
+                f"rollouts_by.url={node.url} gave no answer within rollouts_by.timeout_s={node.timeout_s}: {why}. "
+                f"Start the server with: trl vllm-serve --model {cfg.model.name}"
+            )
+        if not told:
+            print(f"waiting up to {node.timeout_s} s for the vLLM server at {node.url}", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(min(1.0, node.timeout_s))
+
+
 def _check_parallel(cfg: DictConfig, processes: int) -> None:
     kind = cfg.parallel.name
     if kind == "ddp":
@@ -96,6 +125,12 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise RunError(f"rollouts_by={node.name} needs the package vllm. Run: pip install -e '.[vllm]'")
     if node.name == "vllm_server":
+        if isinstance(node.timeout_s, bool) or not isinstance(node.timeout_s, int | float) or not node.timeout_s > 0:
+            raise RunError(f"rollouts_by.timeout_s={node.timeout_s} must be a positive number of seconds. Try 240.")
+        if not str(node.url).startswith(("http://", "https://")):
+            raise RunError(
+                f"rollouts_by.url={node.url} is no address of a server. Try rollouts_by.url=http://localhost:8000."
+            )
         return
     tensor_parallel, share = node.tensor_parallel, node.memory_share
     if type(tensor_parallel) is not int or tensor_parallel < 1 or processes % tensor_parallel:

@@ -97,7 +97,7 @@ def build_trainer(
     model = load_model(source, cfg.model.revision, weights_dtype(cfg), attention)
     try:
         trainer = _trainer(cfg, model, inputs, arguments, directory, lock, progress)
-    except (ImportError, ValueError, ConnectionError) as error:  # what TRL and vLLM refuse
+    except (ImportError, ValueError, OSError) as error:  # what TRL and vLLM refuse; a server that is gone
         lines = str(error).strip().splitlines() or [""]
         raise RunError(f"the trainer cannot be built: {type(error).__name__}: {' '.join(lines[:3])}") from error
     for adapter in getattr(trainer.model, "peft_config", {}).values():

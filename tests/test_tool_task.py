@@ -158,7 +158,8 @@ def test_one_turn_is_refused_as_it_could_call_and_never_answer(build):
 
 
 @pytest.mark.parametrize(
-    ("name", "turns"), [("gsm8k_tools", 5), ("dapo_math_tools", 5), ("dpao_filter_tools", 5), ("gsm8k", None)]
+    ("name", "turns"),
+    [("gsm8k_tools", 5), ("dapo_math_tools", 5), ("dpao_filter_tools", 5), ("math_lvl3to5_tools", 5), ("gsm8k", None)],
 )
 def test_maths_tasks_with_turns_have_the_environment(name, turns):
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):

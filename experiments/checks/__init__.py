@@ -23,7 +23,7 @@ from experiments.checks.model import check_model
 from experiments.checks.target import check_target
 from experiments.checks.trainer import check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
-from experiments.hardware import check_gpus, check_processes, check_this_machine, gpu_memory
+from experiments.hardware import check_gpus, check_processes, check_this_machine, gpu_memory, wait_for_server
 from experiments.held_out import check_held_out
 from experiments.planning.fit import check_card
 from otb import baselines
@@ -60,7 +60,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     check_methods(cfg)
     _check_band(cfg)
     check_gpus(cfg)
-    gpu_bytes = None
+    gpu_bytes, runs_here = None, processes is None
     if processes is None:
         processes = int(os.environ.get("WORLD_SIZE", 1))
         check_this_machine(cfg)
@@ -68,6 +68,8 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     _check_batches(cfg, processes)
     check_processes(cfg, processes)
     check_card(cfg, processes, gpu_bytes)
+    if runs_here:
+        wait_for_server(cfg)
 
 
 def _check_learning_rate(cfg: DictConfig) -> None:

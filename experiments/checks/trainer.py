@@ -10,6 +10,7 @@ from experiments.fields import trainer_fields
 from otb.errors import RunError
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")  # TRL refuses at its first step
+IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")  # and these
 NON_NEGATIVE = (  # keys of trainer
     "beta",
     "weight_decay",
@@ -25,6 +26,8 @@ NON_NEGATIVE = (  # keys of trainer
     "adam_beta2",
     "adam_epsilon",
     "entropy_coef",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
 )
 # GRPOConfig keys that follow from the run's own keys, and what to set instead.
 DERIVED = {
@@ -92,6 +95,12 @@ def check_trainer(cfg: DictConfig) -> None:
     if loss_type not in LOSS_TYPES:
         raise RunError(
             f"trainer.loss_type={loss_type} is not one of {', '.join(LOSS_TYPES)}.{near_miss(loss_type, LOSS_TYPES)}"
+        )
+    mode = cfg.trainer.get("vllm_importance_sampling_mode", IMPORTANCE_MODES[0])
+    if mode not in IMPORTANCE_MODES:
+        raise RunError(
+            f"trainer.vllm_importance_sampling_mode={mode} is not one of {', '.join(IMPORTANCE_MODES)}."
+            f"{near_miss(mode, IMPORTANCE_MODES)}"
         )
     trackers.refuse_unknown(cfg)
     top_p = cfg.trainer.get("top_p", 1.0)

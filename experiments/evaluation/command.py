@@ -18,7 +18,7 @@ from experiments.build import build
 from experiments.checks.values import check_whole_numbers
 from experiments.command_line import CONF, near_miss
 from experiments.evaluation.plan import Plan, uses_tools
-from experiments.hardware import check_processes, check_this_machine
+from experiments.hardware import check_processes, check_this_machine, wait_for_server
 from otb.errors import RunError
 from otb.records import RunDirectory
 
@@ -174,3 +174,4 @@ def check_sampling(configurations: dict[str, DictConfig]) -> None:
             f"tasks={list(configurations)} are with and without Python, and each kind needs a vLLM of its own. Give "
             "them in two commands."
         )
+    wait_for_server(cfg)
