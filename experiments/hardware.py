@@ -21,7 +21,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import build
-from experiments.planning.fit import vllm_share
+from experiments.planning.fit import vllm_gpus, vllm_share
 from experiments.prefetch import MODEL_FILES
 from experiments.threads import check_threads
 from otb import baselines
@@ -133,10 +133,11 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             )
         return
     tensor_parallel, share = node.tensor_parallel, node.memory_share
-    if type(tensor_parallel) is not int or tensor_parallel < 1 or processes % tensor_parallel:
+    divides = type(tensor_parallel) is int and tensor_parallel >= 1 and processes % tensor_parallel == 0
+    if tensor_parallel is not None and not divides:
         raise RunError(
             f"rollouts_by.tensor_parallel={tensor_parallel} must be a whole number that divides the "
-            f"{counted(processes)} of the run. Try rollouts_by.tensor_parallel=1."
+            f"{counted(processes)} of the run. Try rollouts_by.tensor_parallel=null for as few as hold the policy."
         )
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
         raise RunError(
@@ -241,10 +242,11 @@ def grpo_options(cfg: DictConfig) -> dict[str, Any]:
             "vllm_server_base_url": node.url,
             "vllm_server_timeout": float(node.timeout_s),
         }
+    machine = gpu_memory(), int(os.environ.get("WORLD_SIZE", 1))
     return options | {
         "vllm_mode": "colocate",
-        "vllm_tensor_parallel_size": node.tensor_parallel,
-        "vllm_gpu_memory_utilization": vllm_share(cfg, gpu_memory(), int(os.environ.get("WORLD_SIZE", 1))),
+        "vllm_tensor_parallel_size": vllm_gpus(cfg, *machine),
+        "vllm_gpu_memory_utilization": vllm_share(cfg, *machine),
         "vllm_enable_sleep_mode": node.sleep and bool(visible_gpus()),  # vLLM has no sleep on a CPU
     }
 

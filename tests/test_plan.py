@@ -14,7 +14,7 @@ from experiments.checks import check
 from experiments.plan import each_run, plan
 from experiments.planning.architectures import FOLDER, Architecture, architecture_of
 from experiments.planning.costs import Card, Rates, Run, disk, forward_flops, hours, response_tokens
-from experiments.planning.fit import refuse_if_it_cannot_fit, step_of, vllm_share, why_not
+from experiments.planning.fit import refuse_if_it_cannot_fit, step_of, vllm_gpus, vllm_share, why_not
 from experiments.planning.memory import moments, peak, state
 from experiments.planning.memory_parts import (
     buckets,
@@ -280,6 +280,22 @@ def test_refusal_says_what_is_needed_and_what_would_fit():
     assert fix.pop("parallel") == "fsdp2"
     mended = run_of_the_paper(**{key.replace(".", "__"): json.loads(value) for key, value in fix.items()})
     refuse_if_it_cannot_fit(mended, 80e9)
+
+
+def test_vllm_gets_as_few_gpus_as_hold_the_policy():
+    fits = step_of(run_of_the_paper(rollouts_by__tensor_parallel=None), 80e9)
+    assert (fits.tensor_parallel, fits.memory_share) == (1, 0.3)
+    large = {"model__name": "Qwen/Qwen3-14B-Base", "rollouts_by__tensor_parallel": None}
+    assert step_of(run_of_the_paper(**large), 80e9).tensor_parallel == 2  # 29.5 GB of weights, 24 GB of memory
+    assert step_of(run_of_the_paper(**large, rollouts_by__memory_share=0.5), 80e9).tensor_parallel == 1
+    assert step_of(run_of_the_paper(**large, rollouts_by__memory_share=0.01), 80e9).tensor_parallel == 1  # none does
+    three = run_of_the_paper(**large, gpus=3, prompts_per_step=3)
+    assert step_of(three, 80e9).tensor_parallel == 1  # 3 does not divide the 40 heads
+    cfg = run_of_the_paper(**large)
+    assert (vllm_gpus(cfg, 80e9), vllm_gpus(cfg, None)) == (2, 1)
+    cfg.rollouts_by.tensor_parallel = 4
+    assert vllm_gpus(cfg, 80e9) == 4
+    assert vllm_gpus(run_of_the_paper(model__name="OWNER/NAME", rollouts_by__tensor_parallel=None), 80e9) == 1
 
 
 def test_refusal_names_the_share_that_vllm_needs():

@@ -165,6 +165,20 @@ def vllm_share(cfg: DictConfig, card_memory_bytes: float | None, processes: int 
     return twentieths(1 - TOLERANCE - weights / card_memory_bytes)
 
 
+def vllm_gpus(cfg: DictConfig, card_memory_bytes: float | None, processes: int | None = None) -> int:
+    """Returns `rollouts_by.tensor_parallel`, or where it is null the `fewest_gpus` that fit.
+
+    1 where GPU (None) or architecture are unknown, and in an evaluation, whose samples depend on it.
+    """
+    given = cfg.rollouts_by.tensor_parallel
+    if given is not None or card_memory_bytes is None or "prompts_per_step" not in cfg:
+        return given or 1
+    try:
+        return step_of(cfg, card_memory_bytes, processes).tensor_parallel
+    except RunError:
+        return 1
+
+
 def changed_keys(old: Step, new: Step) -> list[str]:
     """Returns `key=value` for what differs, as it is typed."""
     values = {
@@ -220,8 +234,20 @@ def step_of(
         sleep=bool(OmegaConf.select(cfg, "rollouts_by.sleep", default=False)),
         card=float(card_memory_bytes),
     )
-    derived = sampler == "vllm" and share is None
-    return replace(step, memory_share=largest_share(step, TOLERANCE * step.card)) if derived else step
+    if sampler == "vllm" and share is None:
+        step = replace(step, memory_share=largest_share(step, TOLERANCE * step.card))
+    if sampler == "vllm" and cfg.rollouts_by.tensor_parallel is None:
+        step = replace(step, tensor_parallel=fewest_gpus(step))
+    return step
+
+
+def fewest_gpus(step: Step) -> int:
+    """Returns the least number of GPUs over which one copy of the policy and the cache of a rollout fit vLLM's share.
+
+    It divides the processes and the attention's heads; 1 where no such number is enough, which `why_not` then says.
+    """
+    numbers = [n for n in range(1, step.processes + 1) if step.processes % n == step.architecture.heads % n == 0]
+    return next((n for n in numbers if vllm_room(replace(step, tensor_parallel=n)) >= 1), 1)
 
 
 def processes_of(cfg: DictConfig) -> int:
