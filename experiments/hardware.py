@@ -139,6 +139,12 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             f"rollouts_by.tensor_parallel={tensor_parallel} must be a whole number that divides the "
             f"{counted(processes)} of the run. Try rollouts_by.tensor_parallel=null for as few as hold the policy."
         )
+    if tensor_parallel not in (None, 1) and cfg.task.get("max_turns") is not None:
+        raise RunError(
+            f"rollouts_by.tensor_parallel={tensor_parallel} with tools: processes that share a copy of the policy must "
+            "ask it for the same number of turns, and rollouts call Python a different number of times. Use "
+            "rollouts_by.tensor_parallel=1, or rollouts_by=vllm_server for a policy that needs several GPUs."
+        )
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
         raise RunError(
             f"rollouts_by.memory_share={share} must lie between 0 and 1: a GPU's memory is shared with the training. "

@@ -423,6 +423,19 @@ class OTBTrainer(LeanTrainer):
         rewards = (self._rewards_per_function * weights).nansum(dim=1)
         return rewards.masked_fill(self._rewards_per_function.isnan().all(dim=1), torch.nan)
 
+    def _state_of_engine(self) -> AbstractContextManager[None]:
+        """Gives the processes that share a copy of the policy in vLLM one random state, from which each samples.
+
+        Each of them draws all tokens of all of them; with other tokens they would wait for each other forever. The
+        state follows from that of the first of them, which is in the checkpoints.
+        """
+        together = self.vllm_tensor_parallel_size if self.use_vllm and self.vllm_mode == "colocate" else 1
+        if together == 1:
+            return nullcontext()
+        drawn = self.accelerator.gather(torch.randint(2**62, (1,), device=self.accelerator.device)).tolist()
+        rank = self.accelerator.process_index
+        return isolated_random_state(seed=drawn[rank - rank % together])
+
     def _calculate_rewards(self, *args, **kwargs):
         started = time.perf_counter()
         self._rewards_per_function = super()._calculate_rewards(*args, **kwargs)
@@ -431,7 +444,8 @@ class OTBTrainer(LeanTrainer):
 
     def _generate(self, prompts):
         started = time.perf_counter()
-        generated = super()._generate(prompts)
+        with self._state_of_engine():
+            generated = super()._generate(prompts)
         _, completion_ids, tool_mask, *_ = generated
         lengths = [len(ids) for ids in completion_ids]
         own_counts = lengths if tool_mask is None else [sum(mask) for mask in tool_mask]

@@ -43,6 +43,7 @@ REFUSED = {  # overrides -> (processes, GPUs, packages, what the message says)
     "parallel=fsdp2 measure_gradient_noise=true model.rollouts_per_forward=4": (8, 8, (), "reads whole gradients"),
     "rollouts_by=vllm": (1, 1, (), "pip install -e '.[vllm]'"),
     "rollouts_by=vllm rollouts_by.tensor_parallel=3": (8, 8, ("vllm",), "divides the 8 processes"),
+    "task=arithmetic_tools rollouts_by=vllm rollouts_by.tensor_parallel=2": (2, 2, ("vllm",), "with tools: processes"),
     "rollouts_by=vllm rollouts_by.memory_share=3": (1, 1, ("vllm",), "between 0 and 1"),
     "rollouts_by=vllm_server rollouts_by.timeout_s=abc": (1, 1, ("vllm",), "positive number of seconds. Try 240"),
     "rollouts_by=vllm_server rollouts_by.url=localhost": (1, 1, ("vllm",), "Try rollouts_by.url=http://localhost:8000"),

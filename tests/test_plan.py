@@ -291,6 +291,7 @@ def test_vllm_gets_as_few_gpus_as_hold_the_policy():
     assert step_of(run_of_the_paper(**large, rollouts_by__memory_share=0.01), 80e9).tensor_parallel == 1  # none does
     three = run_of_the_paper(**large, gpus=3, prompts_per_step=3)
     assert step_of(three, 80e9).tensor_parallel == 1  # 3 does not divide the 40 heads
+    assert step_of(run_of_the_paper(**large, task__max_turns=5), 80e9).tensor_parallel == 1
     cfg = run_of_the_paper(**large)
     assert (vllm_gpus(cfg, 80e9), vllm_gpus(cfg, None)) == (2, 1)
     cfg.rollouts_by.tensor_parallel = 4

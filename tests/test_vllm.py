@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.commands import ROOT, rows, the_run
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, started
 from tests.support.vllm_policies import ANSWER, CALL, save_caller, save_untrained
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -109,6 +109,22 @@ def test_vllm_samples_with_the_weights_of_every_step(made, policies, name):
     places = (policies["seed 0"], run / "checkpoints" / "step-00000003")
     before, after = (AutoModelForCausalLM.from_pretrained(place)(ids).logits.log_softmax(-1)[0, -1] for place in places)
     assert (before - after).abs().mean() > 10 * metrics[-1]["mismatch_mean"]
+
+
+def test_two_processes_that_share_a_copy_of_the_policy_draw_the_same_tokens(vllm_python, policies, tmp_path):
+    """Each draws those of both; with other tokens they would wait for each other forever. An evaluation in it too."""
+    values = PARITY | {"rollouts_by.tensor_parallel": 2, "rollouts_by.sleep": "false", "learning_rate": 0.01}
+    values |= {"trainer.use_cpu": "true", "model.name": policies["seed 0"], "runs_dir": tmp_path / "runs"}
+    process = started(
+        vllm_python, "vllm_run", [f"{key}={value}" for key, value in values.items()], tmp_path / "log", {}
+    )
+    assert process.wait(PATIENCE_SECONDS) == 0, (tmp_path / "log").read_text()[-3000:]
+    run = the_run(tmp_path / "runs")
+    metrics, evaluations = rows(run / "metrics.jsonl"), rows(run / "evaluations.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3] and [row["step"] for row in evaluations] == [0, 2, 3]
+    assert all(0 < row["mismatch_mean"] < 0.03 and row["mismatch_max"] < 0.15 for row in metrics)
+    _, first = responses(run, 1)
+    assert len(first) == 8 and len(set(first)) > 4  # those of the first process
 
 
 def test_runs_of_different_seeds_sample_different_responses_to_the_same_prompt(made):

@@ -236,8 +236,8 @@ def step_of(
     )
     if sampler == "vllm" and share is None:
         step = replace(step, memory_share=largest_share(step, TOLERANCE * step.card))
-    if sampler == "vllm" and cfg.rollouts_by.tensor_parallel is None:
-        step = replace(step, tensor_parallel=fewest_gpus(step))
+    if sampler == "vllm" and cfg.rollouts_by.tensor_parallel is None and cfg.task.get("max_turns") is None:
+        step = replace(step, tensor_parallel=fewest_gpus(step))  # with tools hardware.py allows for one alone
     return step
 
 
