@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -102,6 +103,7 @@ def build_trainer(
         raise RunError(f"the trainer cannot be built: {type(error).__name__}: {' '.join(lines[:3])}") from error
     for adapter in getattr(trainer.model, "peft_config", {}).values():
         adapter.base_model_name_or_path = folder  # not a copy on this machine
+        adapter.revision = None if Path(folder).is_dir() else cfg.model.revision
     trainer.remove_callback(transformers.PrinterCallback)  # it prints every row; `progress` is shown instead
     return trainer
 

@@ -32,6 +32,7 @@ LEAF_MAY_IMPORT = {
         "otb.files",
         "otb.policies.folders",
         "otb.policies.gguf_files",
+        "otb.policies.merged_adapters",
         "otb.policies.mimo",
         "otb.policies.templates",
         "otb.policies.tiny_policy",

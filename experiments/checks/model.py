@@ -14,6 +14,7 @@ from experiments.command_line import CONF, near_miss
 from experiments.fields import dataclass_fields
 from experiments.threads import SMALL
 from otb.errors import RunError
+from otb.policies.folders import base_of
 
 DTYPES = ("float32", "bfloat16")  # float16 weights cannot be trained: their gradients cannot be unscaled
 
@@ -30,6 +31,7 @@ def check_model(cfg: DictConfig) -> None:
     known = ["tiny", *(str(file.name) for file in files if "name" in file and not OmegaConf.is_missing(file, "name"))]
     if name not in known and near_miss(name, known) and not Path(name).is_dir() and "/" not in name:
         raise RunError(f"model.name={name} is no folder and no hub id (OWNER/NAME).{near_miss(name, known)}")
+    base_of(Path(name).expanduser())  # an adapter's, which must be there
     _check_tiny(cfg)
     _check_gguf(cfg)
     if cfg.model.get("attn_implementation") == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
@@ -52,7 +54,8 @@ def _check_tiny(cfg: DictConfig) -> None:
     name = str(cfg.model.name)
     if name == "tiny" or not is_tiny(cfg.model):
         return
-    config = Path(name).expanduser() / "config.json"
+    base = base_of(Path(name).expanduser())
+    config = Path(name if base is None else base.name).expanduser() / "config.json"
     try:
         width = json.loads(config.read_text(encoding="utf8")).get("hidden_size", math.inf)
     except (OSError, ValueError):  # a hub id, or a folder whose problem is told when it is loaded

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from otb.errors import RunError
+from otb.policies.folders import base_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "architectures"
 BIASES = {"qwen2": True, "mimo": True, "qwen3": False, "llama": False}  # of the query, key and value projections
@@ -96,9 +97,12 @@ class Architecture:
 def architecture_of(name: str) -> Architecture:
     """Returns the architecture of `model.name`: of conf/architectures by hub id, or of the config.json of a folder.
 
-    Raises RunError where neither is there, or where the family is none that the formulas describe.
+    That of an adapter's folder is its base's. Raises RunError where neither is there, or where the family is none that
+    the formulas describe.
     """
     folder = Path(name).expanduser()
+    if (base := base_of(folder)) is not None:
+        return architecture_of(base.name)
     if folder.is_dir():
         file = folder / "config.json"
         if not file.is_file():

@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from otb.errors import RunError, first_line, unwritable
 from otb.files import sha256_of
-from otb.policies.folders import MADE_FROM
+from otb.policies.folders import MADE_FROM, Base, base_of
 from otb.policies.gguf_files import unpacked
+from otb.policies.merged_adapters import merged
 from otb.policies.mimo import files_of_head
 from otb.policies.templates import set_chat_template, stop_at_end_of_turn
 from otb.policies.tiny_policy import build_tokenizer, model_config
@@ -41,8 +42,9 @@ def describe_policy(
     """Returns tokenizer and configuration of a policy, without its weights.
 
     chat_template: `model.chat_template`, see templates.py; None keeps the tokenizer's own. The tokenizer's end token is
-    the one with which the template ends a turn. gguf_file: of `name`, which is unpacked on its first use. Raises
-    RunError where they cannot be loaded, or where there is no chat template: prompts are chat messages.
+    the one with which the template ends a turn. gguf_file: of `name`, which is unpacked on its first use; an adapter's
+    folder is then merged with its base. Raises RunError where they cannot be loaded, or where there is no chat
+    template: prompts are chat messages.
     """
     if name == TINY:
         tokenizer = build_tokenizer()
@@ -138,8 +140,9 @@ def policy_folder(
 ) -> str:
     """Returns where the policy's files are: `name` itself, or a folder in the cache, built if it is not there.
 
-    That is the warm-started one of "tiny", or the unpacked one of `gguf_file`, a file of `name`. recipe: fields of
-    `WarmStart`. A task without demonstrations gets the tiny policy of `arithmetic`.
+    That is the warm-started one of "tiny", the unpacked one of `gguf_file`, a file of `name`, or the merged one of the
+    adapter in `name`. recipe: fields of `WarmStart`. A task without demonstrations gets the tiny policy of
+    `arithmetic`.
     """
     if name != TINY:
         return _place(name, revision, gguf_file)
@@ -175,8 +178,8 @@ def load_model(
 def model_facts(folder: str, revision: str | None) -> dict[str, str | dict | None]:
     """Returns what environment.json says of the model: name and commit of a hub model, or hashes of a folder's weights.
 
-    With a folder that was made here (unpacked, warm-started) stands what it was made from. The commit is that of the
-    cached files, which `describe_policy` has loaded before.
+    With a folder that was made here (unpacked, merged, warm-started) stands what it was made from. The commit is that
+    of the cached files, which `describe_policy` has loaded before.
     """
     if Path(folder).is_dir():
         files = sorted(file for pattern in WEIGHT_FILES for file in Path(folder).glob(pattern))
@@ -198,7 +201,26 @@ def _place(name: str, revision: str | None, gguf_file: str | None) -> str:
                 f"the hub; with network, run: python experiments/prefetch.py --model {name} --gguf-file {gguf_file}"
             ) from error
     folder = Path(name).expanduser()
+    if (base := base_of(folder)) is not None:
+        return _merged(folder, base)
     return str(folder) if folder.is_dir() else name
+
+
+def _merged(folder: Path, base: Base) -> str:
+    place = _place(base.name, base.revision, None)
+    try:
+        AutoConfig.from_pretrained(place, revision=base.revision)  # which says whether it is there, and of what commit
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(_unreadable(place, base.revision, error)).replace("model.name=", "base_model_name_or_path=")
+        raise RunError(f"model.name={folder} is an adapter, and its base must be there: {reason}") from error
+    try:
+        return str(merged(folder, place, base.revision, model_facts(place, base.revision)))
+    except (OSError, ValueError) as error:
+        reason = first_line(error).rstrip(".")
+        raise RunError(
+            f"model.name={folder} is an adapter that cannot be merged into {place}: {reason}. Both must be as they "
+            "were in training. Restore the folder, or correct base_model_name_or_path in its adapter_config.json."
+        ) from error
 
 
 def _unreadable(place: str, revision: str | None, error: Exception) -> RunError:
