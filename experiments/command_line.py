@@ -24,6 +24,8 @@ from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, firs
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "experiment")
 GROUPS = (*CHOICES, "auxiliary", "improvement", "schedule", "token_weights")
+PATHS = ("checkpoint", "run", "model.name", "output")  # keys whose value may be a folder with = in its name
+SWEEP = {"-m", "--multirun"}
 
 
 @contextmanager
@@ -64,14 +66,39 @@ def accept_open_keys(arguments: list[str]) -> list[str]:
     """Returns the arguments as Hydra takes them.
 
     `trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`, as checks/ knows the target's keys and suggests a near miss.
-    `-m` may stand anywhere; Hydra reads it only before or after all the others.
+    `-m` may stand anywhere; Hydra reads it only before or after all the others. Paths are quoted where they must be.
     """
-    arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+    several = bool(SWEEP & set(arguments))
+    arguments = [quoted(argument, several) for argument in sorted(arguments, key=lambda one: one not in SWEEP)]
     opened = re.compile(
         r"(trainer|baseline|task|schedule|token_weights|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]"
         r"|model\.(chat_template|gguf_file|attn_implementation)="
     )
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
+
+
+def quoted(argument: str, several: bool = False) -> str:
+    """Quotes the path in `checkpoint=PATH` where Hydra would not read it as text, since names of runs have = in them.
+
+    several: commas separate values, as in a sweep. What Hydra reads stays as typed: a run is named by what was typed.
+    """
+    key, _, value = argument.partition("=")
+    if key.lstrip("+") not in PATHS or not value or _is_text(argument):
+        return argument
+    if several and "," in value:
+        parts = [quoted(f"{key}={part}").partition("=")[2] for part in value.split(",")]
+        return f"{key}={','.join(parts)}"
+    escaped = value.replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
+def _is_text(argument: str) -> bool:
+    """Tells whether Hydra reads a text, null, or what each run of a sweep gets."""
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return False
+    return override.is_sweep_override() or isinstance(override.value(), str | None)
 
 
 def refuse_unknown_choices(arguments: list[str], config_name: str = "config") -> None:
@@ -99,7 +126,7 @@ def refuse_unknown_choices(arguments: list[str], config_name: str = "config") ->
         if top in sections and rest and rest[0] not in sections[top]:
             known = sections[top]
             raise RunError(f"{name} is no key of {top}.{near_miss(rest[0], known)} Keys: {', '.join(known)}.")
-        if override.is_sweep_override() and not {"-m", "--multirun"} & set(arguments):
+        if override.is_sweep_override() and not SWEEP & set(arguments):
             raise RunError(f"{argument} names several values, one run each. Add -m: python experiments/run.py -m ...")
         if name in GROUPS and not override.is_delete():
             _refuse_unknown_values(name, override)

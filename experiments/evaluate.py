@@ -22,7 +22,6 @@ from experiments.build import opened_sandbox
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
 from experiments.evaluation.command import plan
 from experiments.hardware import check_gpus, start_processes
-from experiments.variance import quoted
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="evaluate")
@@ -52,7 +51,6 @@ def main(cfg: DictConfig) -> None:
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/evaluate.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
     with exit_codes(after_stop="goes on with the samples that are missing"):
-        arguments = [quoted(argument) for argument in arguments]
         run_hydra(main, __file__, arguments, "evaluate")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         sys.stdout.flush()

@@ -30,7 +30,6 @@ from otb.errors import RunError
 from otb.files import sha256_of
 from otb.records import write_atomically
 
-PATHS = ("checkpoint", "run", "model.name", "output")  # keys whose value may be a folder with = in its name
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
 SMALLEST = {  # of the keys that are whole numbers
@@ -129,16 +128,7 @@ def weights_digest(checkpoint: Path) -> str:
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/variance.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
     with exit_codes(after_stop="goes on with what is not measured yet"):
-        run_hydra(main, __file__, [quoted(argument) for argument in arguments], "variance")
-
-
-def quoted(argument: str) -> str:
-    """Quotes the path in `checkpoint=PATH` for Hydra, since names of runs have `=` in them."""
-    key, _, value = argument.partition("=")
-    if key not in PATHS or value in ("", "null") or value[0] in "'\"":
-        return argument
-    escaped = value.replace("'", "\\'")
-    return f"{key}='{escaped}'"
+        run_hydra(main, __file__, arguments, "variance")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from experiments.checks.values import check_positive, check_true_or_false, check
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
 from experiments.hardware import visible_gpus
 from experiments.threads import check_threads
-from experiments.variance import quoted
 from otb.errors import RunError, unwritable
 from otb.options import Batches, batches
 from otb.policies.folders import MADE_FROM
@@ -125,7 +124,7 @@ def is_there(output: Path, asked: dict) -> bool:
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/warm_start.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
     with exit_codes(after_stop="starts anew: nothing was written"):
-        run_hydra(main, __file__, [quoted(argument) for argument in arguments], "warm_start")
+        run_hydra(main, __file__, arguments, "warm_start")
 
 
 if __name__ == "__main__":

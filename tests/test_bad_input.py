@@ -34,6 +34,8 @@ SETTINGS = {
     "-m baseline=otb,ottb": ("baseline=ottb", CHOICES, "Did you mean otb?"),
     "model.name=tinny": ("model.name=tinny", "no folder and no hub id", "Did you mean tiny?"),
     "model.name=./nowhere": ("model.name=./nowhere", "is not a folder", "Give a folder"),
+    "model.name=./otb-n4-rate=1e-3/best": ("model.name=./otb-n4-rate=1e-3/best", "is not a folder", "Give a folder"),
+    "-m model.name=./rate=1,tiny baseline=ottb": ("baseline=ottb", CHOICES, "Did you mean otb?"),
     "grup_size=8": ("grup_size", "no key of this project", "Did you mean group_size?"),
     "evaluation.evry=5": ("evaluation.evry", "no key of evaluation", "Did you mean every?"),
     "+evaluation.evry=5": ("evaluation.evry", "no key of evaluation", "Did you mean every?"),

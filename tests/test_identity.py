@@ -5,6 +5,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
+from experiments.command_line import accept_open_keys, quoted
 from experiments.identity import difference, run_path
 from otb import errors
 from otb.records import WHERE_AND_HOW
@@ -139,3 +140,29 @@ def test_documented_exit_codes_are_those_in_the_code():
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", documented, flags=re.MULTILINE)
     codes = {name: value for name, value in vars(errors).items() if name.isupper()}
     assert {name: int(code) for code, name in rows} == codes
+
+
+@pytest.mark.parametrize(
+    ("typed", "taken"),
+    [
+        ("model.name=runs/otb-n4-rate=1e-3/best", "model.name='runs/otb-n4-rate=1e-3/best'"),
+        ("++model.name=a=1", "++model.name='a=1'"),
+        ("run=otb-n4-tasks=aime24,aime25-1a2b/best", "run='otb-n4-tasks=aime24,aime25-1a2b/best'"),
+        ("checkpoint=it's/a=1", r"checkpoint='it\'s/a=1'"),
+        ("checkpoint=40", "checkpoint='40'"),
+        ("model.name='a=1'", "model.name='a=1'"),
+        ("model.name=/models/Qwen2.5-7B", "model.name=/models/Qwen2.5-7B"),
+        ("model.name=a,b", "model.name=a,b"),  # which is refused without -m
+        ("checkpoint=null", "checkpoint=null"),
+        ("steps=a=1", "steps=a=1"),
+    ],
+)
+def test_paths_are_quoted_where_hydra_would_not_read_them(typed, taken):
+    assert quoted(typed) == taken
+
+
+def test_each_path_of_a_sweep_is_quoted_as_in_a_run_of_its_own():
+    """So that the run has the same directory there."""
+    assert quoted("model.name=a/rate=1,b,c/rate=2", several=True) == "model.name='a/rate=1',b,'c/rate=2'"
+    given = accept_open_keys(["model.name=a/rate=1,b", "-m", "task.path=c=1"])
+    assert given == ["-m", "model.name='a/rate=1',b", "++task.path=c=1"]

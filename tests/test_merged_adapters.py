@@ -173,7 +173,7 @@ def test_the_best_checkpoint_of_a_run_with_lora_is_a_model_for_another_run(polic
     first = RunDirectory(commands.the_run(tmp_path / "first"))
     best = first.checkpoint(first.best_checkpoint_step())
     assert (best / "adapter_config.json").exists() and not (best / "config.json").exists()
-    given = commands.arguments(tmp_path / "second", model__name=f"'{best}'", **sizes)
+    given = commands.arguments(tmp_path / "second", model__name=best, **sizes)
     code, printed = commands.run(given, tmp_path / "log")
     assert code == 0, printed
     second = RunDirectory(commands.the_run(tmp_path / "second"))
