@@ -6,6 +6,7 @@ experiments/run.py and experiments/variance.py hand their arguments to `run_hydr
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,13 +20,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from experiments.warning_signal import Interrupted
-from otb.errors import REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, first_line
+from otb.errors import CRASHED, REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, first_line
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "experiment")
 GROUPS = (*CHOICES, "auxiliary", "improvement", "schedule", "token_weights")
 PATHS = ("checkpoint", "run", "model.name", "output")  # keys whose value may be a folder with = in its name
 SWEEP = {"-m", "--multirun"}
+SAID = "OTB_SAID"  # names a file that the first of the processes of `gpus=N` makes that says why they end
 
 
 @contextmanager
@@ -38,10 +40,10 @@ def exit_codes(after_stop: str) -> Iterator[None]:
         with refusals():
             yield
     except Interrupted as interruption:
-        print(f"{interruption}; the same command goes on from it", file=sys.stderr)
+        say_once(f"{interruption}; the same command goes on from it")
         sys.exit(TRY_AGAIN)
     except KeyboardInterrupt:
-        print(f"stopped; the same command {after_stop}", file=sys.stderr)
+        say_once(f"stopped; the same command {after_stop}")
         sys.exit(STOPPED_FROM_KEYBOARD)
 
 
@@ -51,8 +53,37 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_once(f"error: {error}")
         sys.exit(REFUSED)
+
+
+def say_once(text: str) -> None:
+    """Prints why this process ends, in one of those that `gpus=N` started: torchrun ends the others where one has."""
+    if SAID in os.environ:
+        try:
+            open(os.environ[SAID], "x").close()
+        except FileExistsError:
+            return
+    print(text, file=sys.stderr)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ends a process of a run of several where the block ends, with the code of its SystemExit. Else does nothing.
+
+    A thread of torch's process groups that nobody joins may abort the interpreter's own end.
+    """
+    several, code = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0
+    try:
+        yield
+    except SystemExit as end:
+        if not several:
+            raise
+        code = end.code or 0  # such as REFUSED: rows are read after the process group has begun
+    if several:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else CRASHED)
 
 
 def run_hydra(main: Callable[[], None], script: str, arguments: list[str], config_name: str) -> None:

@@ -19,9 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import opened_sandbox
-from experiments.command_line import CONF, exit_codes, refusals, run_hydra
+from experiments.command_line import CONF, ending_at_once, exit_codes, refusals, run_hydra
 from experiments.evaluation.command import plan
-from experiments.hardware import check_gpus, start_processes
+from experiments.hardware import check_gpus, start_processes, starts_processes
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="evaluate")
@@ -30,8 +30,9 @@ def main(cfg: DictConfig) -> None:
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     with refusals():
         check_gpus(cfg)
+        processes = cfg.gpus if starts_processes(cfg) else int(os.environ.get("WORLD_SIZE", 1))
+        wanted = plan(cfg, overrides, HydraConfig.get().runtime.choices["task"], processes)
         start_processes(cfg, __file__, sys.argv[1:])
-        wanted = plan(cfg, overrides, HydraConfig.get().runtime.choices["task"])
         if cfg.watch or wanted.pending():
             with opened_sandbox(wanted.with_tools()) as sandbox:
                 from experiments.evaluation.evaluator import evaluate  # torch, transformers and trl: seconds
@@ -50,12 +51,8 @@ def main(cfg: DictConfig) -> None:
 
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/evaluate.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
-    with exit_codes(after_stop="goes on with the samples that are missing"):
+    with ending_at_once(), exit_codes(after_stop="goes on with the samples that are missing"):
         run_hydra(main, __file__, arguments, "evaluate")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # a thread of torch's process groups that nobody joins may abort the interpreter's own end
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -21,11 +24,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import build
+from experiments.command_line import SAID
 from experiments.planning.fit import vllm_gpus, vllm_share
 from experiments.prefetch import MODEL_FILES
 from experiments.threads import check_threads
 from otb import baselines
-from otb.errors import RunError, first_line
+from otb.errors import CRASHED, REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, first_line
 from otb.options import NEUTRAL_SAMPLING, refuse_sampler_dtype
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -278,7 +282,7 @@ def starts_processes(cfg: DictConfig) -> bool:
 
 
 def start_processes(cfg: DictConfig, script: str, arguments: list[str]) -> None:
-    """Replaces this process by torchrun where `gpus=N` asks for several; returns where there is nothing to start.
+    """Ends this process as the processes end that `gpus=N` asks for; returns where there is nothing to start.
 
     script, arguments: the command as Hydra got it. Under SLURM, or under a torchrun of the user's own, the processes
     are there already. Raises RunError where there are fewer GPUs.
@@ -291,6 +295,30 @@ def start_processes(cfg: DictConfig, script: str, arguments: list[str]) -> None:
             f"gpus={cfg.gpus} asks for more GPUs than are visible here ({len(here)}). Use gpus={max(1, len(here))}, or "
             "trainer.use_cpu=true to try several processes on the CPU."
         )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cfg.gpus)]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *torchrun, script, *arguments])
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[SAID] = f"{folder}/said"
+        sys.exit(torchrun(["--standalone", "--nproc-per-node", str(cfg.gpus), script, *arguments]))
+
+
+def torchrun(words: list[str]) -> int:
+    """Runs `torchrun WORDS` to its end and returns the exit code: that of the processes where they have said why.
+
+    torchrun itself would end with 1 and a traceback of its own, whatever they end with.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # it tells every end
+    try:
+        run.main(words)
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()} - {-signal.SIGTERM}  # those that it ended
+        if codes and codes <= {REFUSED, TRY_AGAIN, STOPPED_FROM_KEYBOARD}:
+            return min(codes)
+        print(error, file=sys.stderr)  # which process it was, and the signal that killed it
+        return CRASHED
+    return 0

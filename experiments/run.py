@@ -22,14 +22,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import opened_sandbox
 from experiments.checks import check
-from experiments.command_line import CONF, exit_codes, refusals, run_hydra
+from experiments.command_line import CONF, ending_at_once, exit_codes, refusals, run_hydra
 from experiments.environment import number_of_processes
 from experiments.hardware import check_gpus, check_this_machine, counted, start_processes, starts_processes
 from experiments.identity import difference, run_path, short_name
 from experiments.run_lock import RunLock, restarts
 from experiments.sweeps.jobs import JobFile, sweep_arguments
 from experiments.warning_signal import Interrupted, listen
-from otb.errors import CRASHED, RunError, unwritable
+from otb.errors import RunError, unwritable
 from otb.records import RunDirectory, timestamp, write_atomically
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -226,19 +226,8 @@ def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
 
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/run.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
-    code: object = 0
-    try:
-        with exit_codes(after_stop="continues from the last checkpoint"):
-            run_hydra(main, __file__, sweep_arguments(arguments), "config")
-    except SystemExit as end:
-        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-            raise
-        code = end.code or 0  # such as REFUSED: rows are read after the process group has begun
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # A thread of torch's process groups that nobody joins may abort the interpreter's own end.
-        os._exit(code if isinstance(code, int) else CRASHED)
+    with ending_at_once(), exit_codes(after_stop="continues from the last checkpoint"):
+        run_hydra(main, __file__, sweep_arguments(arguments), "config")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def check(cfg: DictConfig) -> list[str]:
         raise RunError(f"checkpoint={cfg.checkpoint} is not a folder. Give RUN/checkpoints/step-XXXXXXXX.")
     names = estimators(cfg)
     checks.check_policy_and_task(cfg)
+    checks.check_training_rows(cfg)
     return names
 
 

@@ -8,13 +8,15 @@ from threading import Thread
 import pytest
 from huggingface_hub import constants
 from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from experiments import hardware
 from experiments.checks import check
+from experiments.command_line import SAID, say_once
 from experiments.run import refuse_other_processes
 from otb.errors import RunError
 from otb.records import RunDirectory
-from tests.support.commands import run_light
+from tests.support.commands import run_command_line, run_light
 from tests.test_recipes import composed
 
 
@@ -90,19 +92,11 @@ def test_sharding_without_a_gpu_is_refused_where_it_would_run_and_not_where_it_i
 def test_gpus_starts_the_processes_by_torchrun(machine, monkeypatch):
     machine(gpus=8)
     started = []
-    monkeypatch.setattr(hardware.os, "execv", lambda program, words: started.append(words[1:]))
-    hardware.start_processes(composed("gpus=8"), "run.py", ["gpus=8", "seed=1"])
-    (words,) = started
-    assert words == [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "8",
-        "run.py",
-        "gpus=8",
-        "seed=1",
-    ]
+    monkeypatch.setattr(hardware, "torchrun", lambda words: started.append(words) or 75)
+    monkeypatch.setenv(SAID, "")  # taken back at the end
+    with pytest.raises(SystemExit) as end:
+        hardware.start_processes(composed("gpus=8"), "run.py", ["gpus=8", "seed=1"])
+    assert started == [["--standalone", "--nproc-per-node", "8", "run.py", "gpus=8", "seed=1"]] and end.value.code == 75
     hardware.start_processes(composed(), "run.py", [])
     monkeypatch.setenv("WORLD_SIZE", "8")  # in the processes that were started
     hardware.start_processes(composed("gpus=8"), "run.py", ["gpus=8"])
@@ -111,6 +105,44 @@ def test_gpus_starts_the_processes_by_torchrun(machine, monkeypatch):
     machine(gpus=2)
     with pytest.raises(RunError, match="Use gpus=2"):
         hardware.start_processes(composed("gpus=8"), "run.py", ["gpus=8"])
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "printed"),
+    [
+        ([0, 0], 0, False),
+        ([2, 2], 2, False),
+        ([-15, 2], 2, False),  # one refused, and torchrun ended the other
+        ([75, 75], 75, False),
+        ([2, 1], 1, True),
+        ([-9, -15], 1, True),
+    ],
+)
+def test_several_processes_end_with_the_code_of_those_that_said_why(codes, code, printed, monkeypatch, capsys):
+    """What a crash or a kill was stands in torchrun's own report, which ends with no traceback."""
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file="<N/A>")
+        for rank, code in enumerate(codes)
+        if code != 0
+    }
+
+    def run(words):
+        if failures:
+            raise ChildFailedError("run.py", failures)
+
+    monkeypatch.setattr("torch.distributed.run.main", run)
+    assert hardware.torchrun(["run.py"]) == code
+    said = capsys.readouterr().err
+    assert bool(said) == printed and "Traceback" not in said and ("pid: 1000" in said) == printed
+
+
+def test_one_of_several_processes_says_why_they_end(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv(SAID, str(tmp_path / "said"))
+    say_once("error: the first")
+    say_once("error: the second")
+    monkeypatch.delenv(SAID)
+    say_once("error: a process of its own")
+    assert capsys.readouterr().err.splitlines() == ["error: the first", "error: a process of its own"]
 
 
 def test_vllm_gets_the_context_that_the_task_needs_and_the_tokens_that_end_a_turn(machine):
@@ -130,6 +162,28 @@ def test_what_the_processes_would_refuse_is_said_once_before_they_start(tmp_path
     done = run_light(given)
     assert (done.returncode, done.stderr.count("error: ")) == (2, 1)
     assert "reads whole gradients" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "said"),
+    [
+        ("run", ["task=math500"], "task math500 has train_split=null"),
+        ("evaluate", ["k=0"], "k=0 must be a whole number >= 1"),
+        ("evaluate", ["rollouts_by.rows=8"], "Use rollouts_per_batch=8"),
+    ],
+)
+def test_each_command_checks_before_it_starts_its_processes(script, given, said):
+    done = run_light(["gpus=2", "trainer.use_cpu=true", *given], script=script)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("error: ") and said in done.stderr
+
+
+def test_what_only_the_processes_can_refuse_is_said_by_one_of_them_without_a_traceback(tmp_path):
+    """Both of them find no weights there; torchrun would end with 1 and a traceback of its own."""
+    given = ["gpus=2", "trainer.use_cpu=true", f"checkpoint={tmp_path}", f"evaluations_dir={tmp_path / 'found'}"]
+    done = run_command_line(given, script="evaluate", OMP_NUM_THREADS="1")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(f"error: checkpoint={tmp_path} holds no *.safetensors")
 
 
 def test_the_form_of_several_nodes_asks_slurm_for_a_process_per_gpu_on_each(tmp_path):

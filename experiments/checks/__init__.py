@@ -54,6 +54,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     for key in ("log_energy", "measure_gradient_noise", "lean_steps", "deterministic", "overwrite"):
         check_true_or_false(cfg, key)
     check_policy_and_task(cfg)
+    check_training_rows(cfg)
     check_held_out(cfg)
     check_trainer(cfg)
     _check_baseline(cfg)
@@ -100,6 +101,14 @@ def check_model_and_task(cfg: DictConfig) -> None:
     check_target("task", cfg.task)
     build(cfg, "task")  # its constructor may refuse a value
     check_model(cfg)
+
+
+def check_training_rows(cfg: DictConfig) -> None:
+    """Raises RunError for a task that says it has none. Reads none."""
+    try:
+        getattr(build(cfg, "task"), "check_training", lambda: None)()
+    except ValueError as error:
+        raise RunError(str(error)) from error
 
 
 def _check_sandbox(cfg: DictConfig) -> None:

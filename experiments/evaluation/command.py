@@ -6,7 +6,6 @@ Every refusal is a RunError with the value, the rule and the fix, before the fir
 from __future__ import annotations
 
 import inspect
-import os
 from pathlib import Path
 
 from hydra import compose
@@ -27,10 +26,10 @@ LIMITS = ("max_completion_length", "max_turns")
 OF_A_RUN = ("task", "model", "temperature", "trainer", "steps")  # keys in the config.yaml of every run
 
 
-def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
+def plan(cfg: DictConfig, overrides: list[str], task: str, processes: int = 1) -> Plan:
     """Returns what is to be evaluated; raises RunError for what cannot be evaluated as written.
 
-    overrides: of the command line. task: the choice of conf/task in `cfg`.
+    overrides: of the command line. task: the choice of conf/task in `cfg`. processes: how many share the work.
     """
     given = {override.lstrip("+").split("=", 1)[0] for override in overrides}
     check_whole_numbers(cfg, {"k": 1, "seed": 0, "rollouts_per_batch": 1})
@@ -56,7 +55,7 @@ def plan(cfg: DictConfig, overrides: list[str], task: str) -> Plan:
         }
     for one in configurations.values():
         check_task(one)
-    check_sampling(configurations)
+    check_sampling(configurations, processes)
     wanted = Plan(cfg, configurations, run, recorded)
     if run is not None and not cfg.watch and not wanted.checkpoints():
         raise RunError(f"run={cfg.run} has no complete checkpoint yet. Use watch=true to wait for its checkpoints.")
@@ -154,9 +153,9 @@ def check_task(cfg: DictConfig) -> None:
         )
 
 
-def check_sampling(configurations: dict[str, DictConfig]) -> None:
+def check_sampling(configurations: dict[str, DictConfig], processes: int) -> None:
     """Raises RunError for sampling options that cannot be, and for processes that cannot share the work."""
-    cfg, processes = next(iter(configurations.values())), int(os.environ.get("WORLD_SIZE", 1))
+    cfg = next(iter(configurations.values()))
     if not isinstance(cfg.trainer.top_p, int | float) or not 0 < cfg.trainer.top_p <= 1:
         raise RunError(f"trainer.top_p={cfg.trainer.top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
     if cfg.parallel.name != "ddp":

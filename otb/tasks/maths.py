@@ -129,13 +129,17 @@ class Maths:
         rows = self._eval.rows if self.evaluation is None else self.evaluation.eval_dataset()
         return rows if self.max_eval_rows is None else rows.select(range(min(self.max_eval_rows, len(rows))))
 
-    @cached_property
-    def _train(self) -> _Part:
+    def check_training(self) -> None:
+        """Raises ValueError for a task without training rows. Reads none."""
         if self.train_split is None:
             raise ValueError(
                 f"task {self.name} has train_split=null: its rows are for evaluation. Try task=gsm8k, or a training "
                 f"task with +task@task.evaluation={self.name}."
             )
+
+    @cached_property
+    def _train(self) -> _Part:
+        self.check_training()
         return self._read(self._source(self.train_split))
 
     @cached_property
