@@ -62,7 +62,7 @@ def check_this_machine(cfg: DictConfig) -> None:
     if "WORLD_SIZE" not in os.environ and cfg.gpus is None and len(gpus) > 1:
         raise RunError(
             f"{len(gpus)} GPUs are visible to one process, among which torch would split its batches unasked. Use "
-            f"gpus={len(gpus)} to train on all of them, or CUDA_VISIBLE_DEVICES=0 for one."
+            f"gpus={len(gpus)} for all of them, or CUDA_VISIBLE_DEVICES=0 for one."
         )
 
 
@@ -151,7 +151,7 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
         )
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
         raise RunError(
-            f"rollouts_by.memory_share={share} must lie between 0 and 1: a GPU's memory is shared with the training. "
+            f"rollouts_by.memory_share={share} must lie between 0 and 1: vLLM shares a GPU with the policy itself. "
             "Try rollouts_by.memory_share=null for what the trainer leaves."
         )
 

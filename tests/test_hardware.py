@@ -74,7 +74,7 @@ def test_what_cannot_work_is_refused(overrides, machine):
 
 def test_one_process_that_sees_several_gpus_is_refused_with_both_ways_out(machine):
     machine(gpus=4)
-    with pytest.raises(RunError, match="gpus=4 to train on all of them, or CUDA_VISIBLE_DEVICES=0"):
+    with pytest.raises(RunError, match="gpus=4 for all of them, or CUDA_VISIBLE_DEVICES=0"):
         check(composed())
     machine(gpus=1)
     check(composed())

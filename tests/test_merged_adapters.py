@@ -156,7 +156,7 @@ def test_settings_of_the_tiny_policy_are_refused_by_the_size_of_the_base(adapter
     change(adapter / "adapter_config.json", base_model_name_or_path=str(tmp_path / "large"))
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", [f"model.name={adapter}"])
-    with pytest.raises(RunError, match="would train with the settings of model=tiny"):
+    with pytest.raises(RunError, match="would get the settings of model=tiny"):
         checks.check_model_and_task(cfg)
 
 

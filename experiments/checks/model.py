@@ -62,7 +62,7 @@ def _check_tiny(cfg: DictConfig) -> None:
         width = 0 if config.parent.is_dir() else math.inf
     if width > SMALL:
         raise RunError(
-            f"model.name={name} would train with the settings of model=tiny: learning rate {cfg.model.learning_rate}, "
+            f"model.name={name} would get the settings of model=tiny: learning rate {cfg.model.learning_rate}, "
             f"{cfg.model.dtype}. They suit hidden sizes up to {SMALL}. Use model=hub model.name={name}."
         )
 
