@@ -96,15 +96,12 @@ def run_hydra(main: Callable[[], None], script: str, arguments: list[str], confi
 def accept_open_keys(arguments: list[str]) -> list[str]:
     """Returns the arguments as Hydra takes them.
 
-    `trainer.KEY=V`, `baseline.KEY=V`, ... need no `+`, as checks/ knows the target's keys and suggests a near miss.
+    `trainer.KEY=V`, `rollouts_by.KEY=V`, ... need no `+`, as checks/ knows the keys there are and suggests a near miss.
     `-m` may stand anywhere; Hydra reads it only before or after all the others. Paths are quoted where they must be.
     """
     several = bool(SWEEP & set(arguments))
     arguments = [quoted(argument, several) for argument in sorted(arguments, key=lambda one: one not in SWEEP)]
-    opened = re.compile(
-        r"(trainer|baseline|task|schedule|token_weights|parallel\.trainer|model\.lora|model\.warm_start)\.[A-Za-z_]"
-        r"|model\.(chat_template|gguf_file|attn_implementation)="
-    )
+    opened = re.compile(r"(trainer|baseline|task|schedule|token_weights|parallel|rollouts_by|model)\.[A-Za-z_]")
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
 
 
@@ -157,6 +154,9 @@ def refuse_unknown_choices(arguments: list[str], config_name: str = "config") ->
         if top in sections and rest and rest[0] not in sections[top]:
             known = sections[top]
             raise RunError(f"{name} is no key of {top}.{near_miss(rest[0], known)} Keys: {', '.join(known)}.")
+        if name in ("parallel.name", "rollouts_by.name"):
+            typed = argument.lstrip("+")
+            raise RunError(f"{typed} changes no more than a name. Use {top}={override.get_value_string()}.")
         if override.is_sweep_override() and not SWEEP & set(arguments):
             raise RunError(f"{argument} names several values, one run each. Add -m: python experiments/run.py -m ...")
         if name in GROUPS and not override.is_delete():

@@ -22,7 +22,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import is_off
-from experiments.checks import check
+from experiments.checks import check, check_parallel_and_sampler
 from experiments.command_line import CONF, accept_open_keys, near_miss, refusals, refuse_unknown_choices
 from experiments.planning.costs import Card, Rates, Run
 from experiments.planning.fit import ASSUMPTIONS, processes_of, step_of
@@ -145,6 +145,7 @@ def settings_of(arguments: list[str]) -> list[Setting]:
 
 def check_elsewhere(cfg: DictConfig) -> None:
     """Raises RunError for what a run refuses, but not for packages that its machine may have and this one has not."""
+    check_parallel_and_sampler(cfg)
     checked = deepcopy(cfg)
     checked.parallel, checked.rollouts_by = {"name": "ddp", "trainer": {}}, {"name": "hf", "rows": None}
     checked.geometric_ratio_band = None  # it goes with vLLM alone

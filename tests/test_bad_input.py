@@ -13,13 +13,17 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from experiments.checks.model import ATTENTION, check_model
 from experiments.checks.target import check_target
 from experiments.hardware import counted
 from otb.baselines import declare
 from otb.baselines.otb import otb
+from otb.errors import RunError
 from otb.options import refuse_options
 from tests.support import commands
+from tests.test_recipes import composed
 
 REFUSED = 2
 CHOICES = "is not one of the choices"
@@ -141,6 +145,22 @@ SETTINGS = {
     "auxiliary=mtp auxiliary.mode=ce auxiliary.warmup=80": ("warmup=80", "never act", "Use a smaller"),
     "auxiliary=mtp auxiliary.mode=ce model.lora.r=4": ("LoRA", "has not been tested", "Leave model.lora"),
     "auxiliary=mtp auxiliary.mode=policy trainer.loss_type=cispo": ("loss_type='cispo'", "clips", "Use one of these"),
+    "rollouts_by.tensor_parallel=2": ("tensor_parallel=2", "rollouts_by=hf would ignore it", "Add rollouts_by=vllm,"),
+    "+rollouts_by.sleep=true": ("rollouts_by.sleep=true", "rollouts_by=hf would ignore it", "Add rollouts_by=vllm,"),
+    "rollouts_by=hf_bfloat16 rollouts_by.url=here": ("url=here", "would ignore it", "Add rollouts_by=vllm_server,"),
+    "+rollouts_by.roows=3": ("rollouts_by.roows", "no key of rollouts_by=hf.", "Did you mean rows?"),
+    "rollouts_by.name=vllm": ("rollouts_by.name=vllm", "no more than a name", "Use rollouts_by=vllm."),
+    "parallel.fsdp=true": ("parallel.fsdp", "no key of parallel=ddp", "Keys: trainer."),
+    "parallel.trainer.fsdp=true": ("parallel.trainer.fsdp=true", "parallel=ddp would not", "Use parallel=fsdp2,"),
+    "parallel.trainer.fsdpp=true": ("parallel.trainer.fsdpp", "no option of trl.GRPOConfig", "Did you mean fsdp?"),
+    "parallel.trainer.deepspeed=x.json": ("deepspeed=x.json", "parallel=ddp would not", "Use parallel=zero3,"),
+    "parallel.trainer.learning_rate=1": ("parallel.trainer.learning_rate=1", "follows from", "set learning_rate"),
+    "gpus=2 trainer.use_cpu=true parallel.trainer.fsdp_config.version=2": ("'version': 2", "ddp would", "fsdp2,"),
+    "model.revison=v1": ("model.revison", "no key of a model", "Did you mean revision?"),
+    "model.revision=v1": ("model.revision=v1 would be ignored", "tiny is built here", "Leave it out"),
+    "model.chat_template=plain": ("model.chat_template=plain would be ignored", "tiny is built here", "Leave it out"),
+    "model=hub model.name=a/b model.chat_template=/no.jinja": ("chat_template=/no.jinja", "is no file", "Give a jinja"),
+    "model.attn_implementation=eagerr": ("attn_implementation=eagerr", "is not one of eager, ", "Did you mean eager?"),
     "model.warm_start.stps=9": ("model.warm_start.stps", "no field of WarmStart", "Did you mean steps?"),
 }
 
@@ -184,6 +204,7 @@ def test_settings_that_make_no_sense_are_refused(given, tmp_path, log):
         "-m baseline=otb,ottb",
         "group_size=0",
         "trainer.top_p=0.9",
+        "+rollouts_by.sleep=true",
         "baseline.tial=own",
         "task.train_prompts=0",
         "WORLD_SIZE=2 prompts_per_step=3 group_size=1",
@@ -194,6 +215,31 @@ def test_the_command_as_typed_refuses_before_it_imports_anything_heavy(given, tm
     done = commands.run_light([*arguments, f"runs_dir={tmp_path}"], **environment)
     assert_refused(done.returncode, done.stderr, SETTINGS[given])
     assert done.stdout == ""
+
+
+def test_attention_is_chosen_among_what_transformers_knows():
+    needs_a_paged_cache = "paged|eager"
+    known = {name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "/" not in name}
+    assert {*ATTENTION, needs_a_paged_cache} == {"eager", *known}
+
+
+@pytest.mark.parametrize(
+    ("given", "package"),
+    [
+        ("flash_attention_2", "needs the package flash-attn. Run: pip install flash-attn --no-build-isolation, or"),
+        ("flash_attention_3", "needs the package flash-attn-3. Run: pip install flash-attn-3, or"),
+        ("flash_attention_4", "needs the package flash-attn-4. Run: pip install flash-attn-4, or"),
+        ("kernels-community/flash-attn2", "needs the package kernels. Run: pip install kernels, or"),
+    ],
+)
+def test_attention_is_refused_for_the_lack_of_its_package_alone(given, package, monkeypatch):
+    cfg = composed("model=hub", "model.name=OWNER/NAME", f"model.attn_implementation={given}")
+    installed = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RunError, match=re.escape(f"model.attn_implementation={given} {package}")):
+        check_model(cfg)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed(name) or installed("json"))
+    check_model(cfg)
 
 
 @pytest.mark.parametrize("value", [1, 0.5, 1e-8])

@@ -18,10 +18,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from experiments.build import build, is_off
+from experiments.checks.choices import check_keys_of_choice
 from experiments.checks.methods import check_methods
 from experiments.checks.model import check_model
 from experiments.checks.target import check_target
-from experiments.checks.trainer import check_trainer
+from experiments.checks.trainer import check_parallel_trainer, check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
 from experiments.hardware import check_gpus, check_processes, check_this_machine, gpu_memory, wait_for_server
 from experiments.held_out import check_held_out
@@ -57,6 +58,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     check_training_rows(cfg)
     check_held_out(cfg)
     check_trainer(cfg)
+    check_parallel_and_sampler(cfg)
     _check_baseline(cfg)
     check_methods(cfg)
     _check_band(cfg)
@@ -81,6 +83,13 @@ def _check_learning_rate(cfg: DictConfig) -> None:
         while found is not None and not isinstance(found, RunError):
             found = found.__context__
         raise found or error from None
+
+
+def check_parallel_and_sampler(cfg: DictConfig) -> None:
+    """Raises RunError for keys of `parallel` and `rollouts_by` that the chosen ones do not read."""
+    check_keys_of_choice(cfg, "parallel")
+    check_keys_of_choice(cfg, "rollouts_by")
+    check_parallel_trainer(cfg)
 
 
 def check_policy_and_task(cfg: DictConfig) -> None:

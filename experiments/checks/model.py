@@ -10,16 +10,24 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import is_tiny
+from experiments.checks.choices import keys_of_choices
 from experiments.command_line import CONF, near_miss
 from experiments.fields import dataclass_fields
 from experiments.threads import SMALL
 from otb.errors import RunError
 from otb.policies.folders import base_of
 
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+FLASH = {  # attention: the module and the package that transformers takes it from
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+    "flash_attention_4": ("flash_attn", "flash-attn-4"),
+}
 DTYPES = ("float32", "bfloat16")  # float16 weights cannot be trained: their gradients cannot be unscaled
 
 
 def check_model(cfg: DictConfig) -> None:
+    _check_keys(cfg)
     if OmegaConf.is_missing(cfg.model, "name"):
         raise RunError("model.name is not set, and model=hub needs it. Add model.name=OWNER/NAME, or a folder.")
     if cfg.model.dtype not in DTYPES:
@@ -34,11 +42,8 @@ def check_model(cfg: DictConfig) -> None:
     base_of(Path(name).expanduser())  # an adapter's, which must be there
     _check_tiny(cfg)
     _check_gguf(cfg)
-    if cfg.model.get("attn_implementation") == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        raise RunError(
-            "model.attn_implementation=flash_attention_2 needs the package flash-attn. Run: pip install flash-attn "
-            "--no-build-isolation, or use model.attn_implementation=sdpa."
-        )
+    _check_chat_template(cfg)
+    _check_attention(cfg.model.get("attn_implementation"))
     recipe = dataclass_fields("otb.policies.warm_start", "WarmStart")
     for key in cfg.model.get("warm_start") or {}:
         if key not in recipe:
@@ -49,10 +54,26 @@ def check_model(cfg: DictConfig) -> None:
     _check_lora(cfg.model.get("lora") or {})
 
 
+def _check_keys(cfg: DictConfig) -> None:
+    known = {key for keys in keys_of_choices("model").values() for key in keys}
+    for key in cfg.model:
+        if key not in known:
+            keys = ", ".join(sorted(known))
+            raise RunError(f"model.{key} is no key of a model.{near_miss(key, known)} Keys: {keys}.")
+
+
 def _check_tiny(cfg: DictConfig) -> None:
-    """Refuses the tiny policy's settings for a policy that is not of its size: at 3e-4 it would be destroyed."""
+    """Refuses what the tiny policy would ignore, and its settings for a larger policy: 3e-4 would destroy it."""
     name = str(cfg.model.name)
-    if name == "tiny" or not is_tiny(cfg.model):
+    if name == "tiny":
+        for key in ("revision", "chat_template"):
+            if (value := cfg.model.get(key)) is not None:
+                raise RunError(
+                    f"model.{key}={value} would be ignored: model.name=tiny is built here, with a tokenizer of its "
+                    "own. Leave it out, or use model=hub model.name=OWNER/NAME."
+                )
+        return
+    if not is_tiny(cfg.model):
         return
     base = base_of(Path(name).expanduser())
     config = Path(name if base is None else base.name).expanduser() / "config.json"
@@ -64,6 +85,32 @@ def _check_tiny(cfg: DictConfig) -> None:
         raise RunError(
             f"model.name={name} would get the settings of model=tiny: learning rate {cfg.model.learning_rate}, "
             f"{cfg.model.dtype}. They suit hidden sizes up to {SMALL}. Use model=hub model.name={name}."
+        )
+
+
+def _check_chat_template(cfg: DictConfig) -> None:
+    template = cfg.model.get("chat_template")
+    if template not in (None, "plain") and not Path(str(template)).expanduser().is_file():
+        raise RunError(
+            f"model.chat_template={template} is no file. Give a jinja file, plain, or null for the tokenizer's own."
+        )
+
+
+def _check_attention(name: str | None) -> None:
+    """Raises RunError for what transformers does not know, or has no package for."""
+    if name is None:
+        return
+    if name not in ATTENTION and "/" not in str(name):
+        raise RunError(
+            f"model.attn_implementation={name} is not one of {', '.join(ATTENTION)}.{near_miss(name, ATTENTION)} Null "
+            "is transformers' own choice, OWNER/NAME a kernel of the hub."
+        )
+    module, package = ("kernels", "kernels") if "/" in name else FLASH.get(name, ("transformers", ""))
+    if importlib.util.find_spec(module) is None:
+        how = " --no-build-isolation" if name == "flash_attention_2" else ""
+        raise RunError(
+            f"model.attn_implementation={name} needs the package {package}. Run: pip install {package}{how}, or use "
+            "model.attn_implementation=sdpa."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from experiments.checks.values import typed
 from experiments.command_line import near_miss
 from experiments.fields import literal_choices, plain_types
 from otb.errors import RunError
@@ -60,12 +61,7 @@ def _check_type(key: str, value: Any, types: tuple[type, ...], default: Any) -> 
     if not types or type(value) in accepted:
         return
     rule = " or ".join(PLAIN[kind][0] for kind in types)
-    fix = f"{key}={_typed(default if type(default) in types and default is not None else PLAIN[types[0]][1])}"
+    fix = f"{key}={typed(default if type(default) in types and default is not None else PLAIN[types[0]][1])}"
     if types[0] is str:
         fix = f"'{key}=\"{value if isinstance(value, int | float) else 'TEXT'}\"'"
-    raise RunError(f"{key}={_typed(value)} must be {rule}. Try {fix}.")
-
-
-def _typed(value: Any) -> str:
-    """Returns a value as it is typed on the command line."""
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+    raise RunError(f"{key}={typed(value)} must be {rule}. Try {fix}.")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from omegaconf import DictConfig
 
 from experiments import trackers
+from experiments.checks.values import typed
 from experiments.command_line import near_miss
 from experiments.fields import trainer_fields
 from otb.errors import RunError
@@ -78,15 +82,11 @@ DERIVED = {
     "logging_strategy": "nothing: every step is recorded",
     "sync_ref_model": "nothing: a moving reference model is not in the checkpoints, so no run could be resumed",
 }
+SHARDING = {"fsdp": "fsdp2", "fsdp_config": "fsdp2", "deepspeed": "zero3"}  # key of parallel.trainer: its `parallel`
 
 
 def check_trainer(cfg: DictConfig) -> None:
-    fields = trainer_fields()
-    for key, value in cfg.trainer.items():
-        if key in DERIVED:
-            raise RunError(f"trainer.{key}={value} follows from the run's own keys; set {DERIVED[key]} instead.")
-        if key not in fields:
-            raise RunError(f"trainer.{key} is no option of trl.GRPOConfig.{near_miss(key, fields)}")
+    _check_options("trainer", cfg.trainer)
     for key in NON_NEGATIVE:
         value = cfg.trainer.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
@@ -106,3 +106,24 @@ def check_trainer(cfg: DictConfig) -> None:
     top_p = cfg.trainer.get("top_p", 1.0)
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise RunError(f"trainer.top_p={top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
+
+
+def check_parallel_trainer(cfg: DictConfig) -> None:
+    """Raises RunError for keys of `parallel.trainer` that are no options, or that shard another way than `parallel`."""
+    options, name = cfg.parallel.trainer, cfg.parallel.name
+    for key, choice in SHARDING.items():
+        if key in options and name != choice:
+            raise RunError(
+                f"parallel.trainer.{key}={typed(options[key])} is for parallel={choice}, and parallel={name} would not "
+                f"train by it. Use parallel={choice}, or leave it out."
+            )
+    _check_options("parallel.trainer", {key: value for key, value in options.items() if key not in SHARDING})
+
+
+def _check_options(group: str, options: Mapping[str, Any]) -> None:
+    fields = trainer_fields()
+    for key, value in options.items():
+        if key in DERIVED:
+            raise RunError(f"{group}.{key}={value} follows from the run's own keys; set {DERIVED[key]} instead.")
+        if key not in fields:
+            raise RunError(f"{group}.{key} is no option of trl.GRPOConfig.{near_miss(key, fields)}")

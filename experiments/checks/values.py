@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,3 +32,8 @@ def check_positive(cfg: DictConfig, key: str, example: str) -> None:
     value = cfg[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise RunError(f"{key}={value} must be a positive number. Try {key}={example}.")
+
+
+def typed(value: Any) -> str:
+    """Returns a value as it is typed on the command line."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))

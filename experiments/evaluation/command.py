@@ -158,6 +158,7 @@ def check_sampling(configurations: dict[str, DictConfig], processes: int) -> Non
     cfg = next(iter(configurations.values()))
     if not isinstance(cfg.trainer.top_p, int | float) or not 0 < cfg.trainer.top_p <= 1:
         raise RunError(f"trainer.top_p={cfg.trainer.top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
+    checks.check_parallel_and_sampler(cfg)
     if cfg.parallel.name != "ddp":
         raise RunError(
             f"parallel={cfg.parallel.name} divides what is trained, and nothing is trained here. Leave it out; "
