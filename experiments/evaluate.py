@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import opened_sandbox
 from experiments.command_line import CONF, ending_at_once, exit_codes, refusals, run_hydra
-from experiments.evaluation.command import plan
+from experiments.evaluation.command import check_files, plan
 from experiments.hardware import check_gpus, start_processes, starts_processes
 
 
@@ -34,6 +34,7 @@ def main(cfg: DictConfig) -> None:
         wanted = plan(cfg, overrides, HydraConfig.get().runtime.choices["task"], processes)
         start_processes(cfg, __file__, sys.argv[1:])
         if cfg.watch or wanted.pending():
+            check_files(wanted)
             with opened_sandbox(wanted.with_tools()) as sandbox:
                 from experiments.evaluation.evaluator import evaluate  # torch, transformers and trl: seconds
 

@@ -281,6 +281,16 @@ def starts_processes(cfg: DictConfig) -> bool:
     return cfg.gpus is not None and cfg.gpus > 1 and "WORLD_SIZE" not in os.environ
 
 
+def check_enough_gpus(cfg: DictConfig) -> None:
+    """Raises RunError where `gpus=N` asks for several processes and there are fewer GPUs."""
+    here = visible_gpus()
+    if starts_processes(cfg) and not cfg.trainer.get("use_cpu") and len(here) < cfg.gpus:
+        raise RunError(
+            f"gpus={cfg.gpus} asks for more GPUs than are visible here ({len(here)}). Use gpus={max(1, len(here))}, or "
+            "trainer.use_cpu=true to try several processes on the CPU."
+        )
+
+
 def start_processes(cfg: DictConfig, script: str, arguments: list[str]) -> None:
     """Ends this process as the processes end that `gpus=N` asks for; returns where there is nothing to start.
 
@@ -289,12 +299,7 @@ def start_processes(cfg: DictConfig, script: str, arguments: list[str]) -> None:
     """
     if not starts_processes(cfg):
         return
-    here = visible_gpus()
-    if not cfg.trainer.get("use_cpu") and len(here) < cfg.gpus:
-        raise RunError(
-            f"gpus={cfg.gpus} asks for more GPUs than are visible here ({len(here)}). Use gpus={max(1, len(here))}, or "
-            "trainer.use_cpu=true to try several processes on the CPU."
-        )
+    check_enough_gpus(cfg)
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
         os.environ[SAID] = f"{folder}/said"

@@ -96,7 +96,7 @@ def _in_folder(cfg: DictConfig, folder: str | None) -> DictConfig:
 
 def _check(name: str, task: Task, own: Task) -> None:
     try:
-        _ = [source.local for source in getattr(task, "sources", list)()]  # a path that does not exist
+        _ = [source.local for source in getattr(task, "evaluation_sources", list)()]  # a path that does not exist
     except ValueError as error:
         raise RunError(f"evaluation.tasks, {name}: {error}") from error
     if getattr(task, "evaluation", None) is None and getattr(task, "eval_split", task) is None:

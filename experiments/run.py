@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import opened_sandbox
 from experiments.checks import check
+from experiments.checks.files import check_files
 from experiments.command_line import CONF, ending_at_once, exit_codes, refusals, run_hydra
 from experiments.environment import number_of_processes
 from experiments.hardware import check_gpus, check_this_machine, counted, start_processes, starts_processes
@@ -54,6 +55,8 @@ def main(cfg: DictConfig) -> None:
                 check_this_machine(cfg)
                 if not cfg.overwrite:
                     refuse_other_processes(RunDirectory(path), cfg, cfg.gpus)
+                if cfg.overwrite or RunDirectory(path).status().get("state") != "finished":
+                    check_files(cfg)
                 start_processes(cfg, __file__, sys.argv[1:])
             check(cfg)
             run(cfg, path, command)
@@ -84,6 +87,7 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
         if is_main:
             print(f"{path}: finished at step {step}, nothing to do. steps=N continues it, overwrite=true starts anew.")
         return
+    check_files(cfg)
     if is_main and anew:
         move_aside(directory)
     if is_main:

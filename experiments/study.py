@@ -103,7 +103,7 @@ def varied_by(run: list[str]) -> str:
 def run(recipe: str, missing: list[list[str]], parallel: int | None, keep_row: Callable[[Path], object]) -> None:
     """Runs what is missing of a recipe. keep_row: called with the folder of each run that ends."""
     with composing(recipe) as (loader, sweep):
-        jobs = plan(loader, sweep, missing, processes=1)
+        jobs = plan(loader, sweep, missing, processes=1, here=True)
         folder = new_folder_of(sweep)
         save_jobs(folder, jobs)
         LocalSweep(folder, jobs, parallel, RESTARTS, overwrite=False, ended=lambda job: keep_row(Path(job.run))).run()

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checks
 from experiments.build import opened_sandbox
+from experiments.checks.files import check_files, check_training_rows
 from experiments.checks.values import check_true_or_false, check_whole_numbers
 from experiments.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
 from experiments.identity import without_later
@@ -56,7 +57,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def measure(cfg: DictConfig, names: list[str], folder: Path) -> None:
-    """Measures what is missing in `folder` and reports. names: of the estimators."""
+    """Measures what is missing in `folder` and reports. names: of the estimators. Raises RunError."""
+    check_files(cfg)
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock(folder), opened_sandbox(cfg) as sandbox:
@@ -92,7 +94,7 @@ def check(cfg: DictConfig) -> list[str]:
         raise RunError(f"checkpoint={cfg.checkpoint} is not a folder. Give RUN/checkpoints/step-XXXXXXXX.")
     names = estimators(cfg)
     checks.check_policy_and_task(cfg)
-    checks.check_training_rows(cfg)
+    check_training_rows(cfg)
     return names
 
 

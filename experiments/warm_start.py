@@ -19,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checks
 from experiments.build import build, is_tiny
+from experiments.checks.files import check_sources, check_training_rows
+from experiments.checks.model import check_model_is_here
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
 from experiments.hardware import visible_gpus
@@ -40,6 +42,7 @@ def main(cfg: DictConfig) -> None:
         if is_there(output, asked):
             print(f"{output}: made already with the same settings, nothing to do.")
             return
+        check_files(cfg)
         from experiments.warm_starting import warm_start  # torch, transformers and trl: seconds, so only now
 
         command = ["python", "experiments/warm_start.py", *HydraConfig.get().overrides.task]
@@ -88,6 +91,14 @@ def check_task(cfg: DictConfig) -> None:
             f"task {task.name} has no solutions to learn from: neither demonstrations of its own nor a column of them. "
             "Try task=arithmetic, or task.solution_column=NAME (gsm8k: answer)."
         )
+    check_training_rows(cfg)
+
+
+def check_files(cfg: DictConfig) -> None:
+    """Raises RunError where rows or model are not there; reads none of them."""
+    task = build(cfg, "task")
+    check_sources([task.training_source()] if hasattr(task, "training_source") else [])
+    check_model_is_here(cfg)
 
 
 def check_writable(output: Path) -> None:

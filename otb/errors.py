@@ -9,6 +9,8 @@ REFUSED = 2  # what was asked for cannot be done; one message says why and what 
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a warning came, and the same command goes on from the checkpoint
 STOPPED_FROM_KEYBOARD = 130  # 128 + SIGINT, as shells have it
 
+NOT_CACHED = "it is not in the cache and HF_HUB_OFFLINE is set"
+
 
 class RunError(Exception):
     """A problem that the user can mend. Its text says the value, the rule and the fix."""
@@ -27,4 +29,18 @@ def unwritable(path: Path, error: Exception) -> RunError:
     return RunError(
         f"{path} cannot be written: {reason}. Every file must reach the disk: free space or mend its permissions, then "
         "run the same command again, or choose another runs_dir."
+    )
+
+
+def not_from_the_hub(name: str, revision: str | None, why: str) -> RunError:
+    """Returns the error to show for a model that is no folder, and that the hub does not give."""
+    fetch = f"python experiments/prefetch.py --model {name}" + (f" --revision {revision}" if revision else "")
+    return RunError(f"model.name={name} is no folder, and the hub does not give it: {why}. With network, run: {fetch}")
+
+
+def no_model(folder: str, reason: str) -> RunError:
+    """Returns the error to show for a folder that transformers cannot read a model from."""
+    return RunError(
+        f"model.name={folder} cannot be read as a transformers model: {reason}. The folder must hold what "
+        "save_pretrained writes for model and tokenizer."
     )

@@ -204,6 +204,9 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
     "otb/laboratory/sampling.py": (
         Seam(GRPO, "_generate_and_score_completions(inputs)", "called in evaluation mode, for rollouts alone"),
     ),
+    "otb/tasks/rows.py": (
+        Seam("datasets.load:CachedDatasetModuleFactory", '"___"', "in the folder of a hub id that it has prepared"),
+    ),
     "otb/policies/models.py": (
         Seam(
             "peft.tuners.tuners_utils",

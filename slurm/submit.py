@@ -38,7 +38,7 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
     Raises RunError for a sweep that cannot be; exits with CRASHED where some of its runs were refused and it does not
     wait for the others.
     """
-    jobs = plan(loader, sweep, job_overrides, processes=options["nodes"] * options["tasks_per_node"])
+    jobs = plan(loader, sweep, job_overrides, options["nodes"] * options["tasks_per_node"], here=False)
     folder = folder_of(sweep)
     with FileLock(folder / ".submitting.lock"):  # the same command twice at a time sends the runs once
         known = adopt(folder, jobs)

@@ -11,13 +11,19 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from experiments.checks.model import ATTENTION, check_model
+from experiments.checks.model import ATTENTION, check_model, check_model_is_here
 from experiments.checks.target import check_target
+from experiments.command_line import accept_open_keys
 from experiments.hardware import counted
+from experiments.sweeps.plan import plan
 from otb.baselines import declare
 from otb.baselines.otb import otb
 from otb.errors import RunError
@@ -127,6 +133,24 @@ SETTINGS = {
     "task.train_prompts=many": ("train_prompts=many", "a whole number", "Try task.train_prompts=2048"),
     "task=gsm8k task.revision=12": ("task.revision=12", "must be text or null", "Try 'task.revision=\"12\"'"),
     "task=gsm8k task.path=null": ("path=null", "no hub id", "Try task.path=FOLDER"),
+    "task=math500": ("task math500 has train_split=null", "rows are for evaluation", "Try task=gsm8k"),
+    "task=gsm8k task.path=/nowhere/gsm8k": ("path='/nowhere/gsm8k'", "does not exist", "A path is a local file"),
+    "HF_HUB_OFFLINE=1 task=gsm8k": (
+        "path='openai/gsm8k'",
+        "HF_HUB_OFFLINE is set and it is not in the cache",
+        "Run `python experiments/prefetch.py --dataset openai/gsm8k --config main",
+    ),
+    "HF_HUB_OFFLINE=1 evaluation.tasks=[math500]": (
+        "evaluation.tasks, math500: path='HuggingFaceH4/MATH-500'",
+        "it is not in the cache",
+        "python experiments/prefetch.py --dataset HuggingFaceH4/MATH-500",
+    ),
+    "HF_HUB_OFFLINE=1 model=hub model.name=some/model model.revision=v2": (
+        "model.name=some/model",
+        "not in the cache and HF_HUB_OFFLINE is set",
+        "python experiments/prefetch.py --model some/model --revision v2",
+    ),
+    "model.name=docs": ("model.name=docs", "it has no config.json", "what save_pretrained writes"),
     "model.dtype=float16": ("model.dtype=float16", "is not one of float32, bfloat16", "Try model.dtype=float32"),
     "model.lora.rank=4": ("model.lora.rank", "no field of peft.LoraConfig", "The usual ones: r, "),
     "model.lora.lora_alfa=4": ("model.lora.lora_alfa", "no field of peft.LoraConfig", "Did you mean lora_alpha?"),
@@ -208,6 +232,12 @@ def test_settings_that_make_no_sense_are_refused(given, tmp_path, log):
         "baseline.tial=own",
         "task.train_prompts=0",
         "WORLD_SIZE=2 prompts_per_step=3 group_size=1",
+        "task=math500",
+        "task=gsm8k task.path=/nowhere/gsm8k",
+        "HF_HUB_OFFLINE=1 task=gsm8k",
+        "HF_HUB_OFFLINE=1 evaluation.tasks=[math500]",
+        "HF_HUB_OFFLINE=1 model=hub model.name=some/model model.revision=v2",
+        "model.name=docs",
     ],
 )
 def test_the_command_as_typed_refuses_before_it_imports_anything_heavy(given, tmp_path):
@@ -215,6 +245,40 @@ def test_the_command_as_typed_refuses_before_it_imports_anything_heavy(given, tm
     done = commands.run_light([*arguments, f"runs_dir={tmp_path}"], **environment)
     assert_refused(done.returncode, done.stderr, SETTINGS[given])
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("gpus=4", "gpus=4 asks for more GPUs than are visible here (2). Use gpus=2"),
+        ("task=gsm8k task.path=/nowhere", "path='/nowhere' does not exist"),
+        ("task=gsm8k HF_HUB_OFFLINE=1", "python experiments/prefetch.py --dataset openai/gsm8k"),
+    ],
+)
+def test_a_sweep_here_is_refused_as_a_lone_run_before_any_of_its_runs_starts(given, said, tmp_path):
+    arguments, environment = split(given)
+    arguments += ["-m", "seed=0,1", f"runs_dir={tmp_path}", "sweep=mine"]
+    done = commands.run_light(arguments, CUDA_VISIBLE_DEVICES="0,1", **environment)
+    assert done.returncode == REFUSED and said in done.stderr
+    assert done.stderr.endswith(" The other 1 runs are refused, too.\n")
+    assert not list((tmp_path / "mine").glob("job-*.json"))
+
+
+@pytest.mark.parametrize(("revision", "refused"), [("v1", False), ("v2", True), (None, True)])
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json"])
+def test_a_model_that_is_cached_is_not_refused_offline(file, revision, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "models--someone--model"
+    for part in ("snapshots/1a2b", "refs"):
+        (folder / part).mkdir(parents=True)
+    (folder / "refs" / "v1").write_text("1a2b")
+    (folder / "snapshots" / "1a2b" / file).write_text("{}")
+    cfg = composed("model=hub", "model.name=someone/model", f"model.revision={revision or 'null'}")
+    if not refused:
+        return check_model_is_here(cfg)
+    with pytest.raises(RunError, match="model.name=someone/model is no folder.* not in the cache"):
+        check_model_is_here(cfg)
 
 
 def test_attention_is_chosen_among_what_transformers_knows():
@@ -314,16 +378,6 @@ DATA = {
         [],
         ("prompts_per_step=2", "more than the 1 training prompts", "Try prompts_per_step=1"),
     ),
-    "a path that does not exist": (
-        GOOD,
-        ["task.path=/nowhere/gsm8k"],
-        ("path='/nowhere/gsm8k'", "does not exist", "A path is a local file"),
-    ),
-    "a dataset of the hub that is not cached": (
-        GOOD,
-        ["task.path=someone/some-set"],
-        ("path='someone/some-set'", "not in the cache", "python experiments/prefetch.py --dataset someone/some-set"),
-    ),
     "prompts longer than the limit": (
         GOOD,
         ["max_prompt_length=20"],
@@ -361,6 +415,20 @@ def test_data_that_cannot_be_used_are_refused_before_the_model_loads(case, datas
     assert_refused(code, printed, said)
 
 
+def test_a_finished_run_does_not_need_its_rows(dataset, policy, tmp_path, log):
+    given = [*dataset(GOOD), f"model.name={policy}", f"runs_dir={tmp_path / 'runs'}"]
+    given += ["steps=1", "group_size=2", "evaluation.samples=1"]
+    code, printed = commands.run(given, log)
+    assert code == 0, printed
+    shutil.rmtree(tmp_path / "data")
+    assert "finished at step 1, nothing to do" in commands.run(given, log)[1]
+    with initialize_config_dir(str(commands.ROOT / "conf"), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        runs = [accept_open_keys([*given, f"seed={seed}"]) for seed in (0, 1)]
+        finished, new = plan(loader, loader.load_configuration("config", [], RunMode.MULTIRUN), runs, 1, here=True)
+    assert finished.error is None and f"path='{tmp_path / 'data'}' does not exist" in new.error
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused(unreadable_weights, tmp_path, log):
     folder = tmp_path / "policy"
     shutil.copytree(unreadable_weights, folder)
@@ -372,14 +440,8 @@ def test_a_tokenizer_without_a_chat_template_is_refused(unreadable_weights, tmp_
     assert_refused(code, printed, (f"model.name={folder}", "without a chat template", "model.chat_template=plain"))
 
 
-def test_a_model_of_the_hub_that_is_not_cached_offline_names_the_command_that_fetches_it(tmp_path, log):
-    given = ["model=hub", "model.name=someone/some-model", "model.revision=v2", f"runs_dir={tmp_path}"]
-    code, printed = commands.run(given, log, HF_HUB_OFFLINE="1")
-    fix = "python experiments/prefetch.py --model someone/some-model --revision v2"
-    assert_refused(code, printed, ("model.name=someone/some-model", "not in the cache", fix))
-
-
-def test_a_folder_that_is_no_model_is_refused(tmp_path, log):
+def test_a_folder_whose_files_are_no_model_is_refused(tmp_path, log):
+    (tmp_path / "config.json").write_text('{"model_type": "no such", "hidden_size": 8}')
     code, printed = commands.run([f"model.name={tmp_path}", f"runs_dir={tmp_path / 'runs'}"], log)
     assert_refused(code, printed, (f"model.name={tmp_path}", "cannot be read", "what save_pretrained writes"))
 

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from analysis.evaluations import measures, read_samples
-from experiments.evaluation.command import plan
+from experiments.evaluation.command import check_files, plan
 from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
 from experiments.evaluation.plan import uses_tools
 from otb.errors import RunError
@@ -455,6 +455,14 @@ def test_one_vllm_serves_sets_with_python_or_without(monkeypatch):
         planned("tasks=[gsm8k_tools,gsm8k]", "rollouts_by=vllm")
 
 
+def test_training_rows_need_not_be_there_for_an_evaluation(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    given = ["task=dapo_math", "++task.path=/nowhere", f"++task.evaluation.path={tmp_path}/rows.jsonl"]
+    check_files(planned(*given))
+    with pytest.raises(RunError, match="path='/elsewhere' does not exist"):
+        check_files(planned(*given[:-1], "++task.evaluation.path=/elsewhere"))
+
+
 # ---- what is refused
 
 REFUSED = {
@@ -485,6 +493,10 @@ REFUSED = {
     ("baseline=otb",): ("baseline", "no key of this project"),
     ("model.name=/nowhere",): ("model.name=/nowhere", "is not a folder"),
     ("model.name=Qwen/Qwen2.5-7B",): ("would get the settings of model=tiny", "Use model=hub model.name=Qwen/Qwen2.5"),
+    ("task=gsm8k", "task.path=/nowhere"): ("path='/nowhere'", "does not exist", "Check the spelling"),
+    ("tasks=[arithmetic,aime24]",): ("path='HuggingFaceH4/aime_2024'", "not in the cache", "prefetch.py --dataset"),
+    ("model=qwen2.5-7b",): ("model.name=Qwen/Qwen2.5-7B", "not in the cache", "prefetch.py --model Qwen/Qwen2.5-7B"),
+    ("rollouts_by.sleep=true",): ("rollouts_by.sleep=true", "would ignore it", "Add rollouts_by=vllm"),
     ("task.eval_prompts=0",): ("task.eval_prompts=0", "outside 1..1024"),
 }
 

@@ -14,6 +14,7 @@ import pytest
 from otb.tasks.columns import prompt_messages, reference
 from otb.tasks.duplicates import first_of_equal
 from otb.tasks.maths import BOXED, Maths, last_assistant_text
+from otb.tasks.rows import refuse_absent
 from otb.tasks.sources import Source
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -402,6 +403,36 @@ def test_a_path_that_exists_wins_over_a_hub_id_and_a_misspelt_relative_path_is_n
     assert Source("openai/gsm8k", "train").local is None
     with pytest.raises(ValueError, match="Did you mean .*gsm8k"):
         _ = Source("data/gsm9k", "train").local
+
+
+@pytest.mark.parametrize("hub_id", ["someone/MySet-17k_Processed", "MATH-500"])
+def test_offline_a_hub_id_is_absent_until_datasets_has_prepared_it(hub_id, tmp_path, monkeypatch):
+    from datasets.load import CachedDatasetModuleFactory
+    from datasets.naming import camelcase_to_snakecase
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    (tmp_path / "someone___other").mkdir()
+    with pytest.raises(ValueError, match=f"--dataset {hub_id}`"):
+        refuse_absent(Source(hub_id, "train"))
+    refuse_absent(Source(hub_id, "train"), offline=False)
+    owner, _, name = hub_id.rpartition("/")
+    folder = "___".join(filter(None, [owner, camelcase_to_snakecase(name)]))
+    (tmp_path / folder / "default" / "0.0.0" / "1a2b").mkdir(parents=True)
+    refuse_absent(Source(hub_id, "train"))
+    assert CachedDatasetModuleFactory(hub_id, cache_dir=str(tmp_path)).get_module()  # where it looks itself
+
+
+def test_offline_files_of_a_hub_id_are_absent_until_they_are_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    from huggingface_hub.file_download import repo_folder_name
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    source = Source("someone/some-set", "only", files="train/*")
+    with pytest.raises(ValueError, match="--dataset someone/some-set --files train"):
+        refuse_absent(source)
+    (tmp_path / repo_folder_name(repo_id=source.path, repo_type="dataset") / "snapshots" / "1a2b").mkdir(parents=True)
+    refuse_absent(source)
 
 
 def test_local_rows_never_touch_the_network(tmp_path):

@@ -80,7 +80,7 @@ def test_every_run_of_a_recipe_would_start(recipe, monkeypatch):
         loader = GlobalHydra.instance().config_loader()
         sweep = loader.load_configuration("config", [f"experiment={recipe}"], RunMode.MULTIRUN)
         runs = runs_of(sweep)
-        jobs = plan(loader, sweep, [[f"experiment={recipe}", *run] for run in runs], sweep.gpus or 1)
+        jobs = plan(loader, sweep, [[f"experiment={recipe}", *run] for run in runs], sweep.gpus or 1, here=False)
     assert [job.error for job in jobs] == [None] * len(runs)
     stated = re.search(r"(\d+) runs", RECIPES[recipe].read_text())
     assert stated is None or int(stated[1]) == len(runs)

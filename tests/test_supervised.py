@@ -259,6 +259,19 @@ def test_what_cannot_be_made_is_refused(given, said, tmp_path):
         command.check(composed(*given, f"output={tmp_path / 'o'}"))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["task=gsm8k", "task.path=/nowhere"], "path='/nowhere' does not exist"),
+        (["task=arithmetic"], "model.name=x/y is no folder.* not in the cache"),
+    ],
+)
+def test_rows_and_model_must_be_there(given, said, tmp_path):
+    solutions = ["++task.solution_column=answer"] if "task=gsm8k" in given else []
+    with pytest.raises(RunError, match=said):
+        command.check_files(composed(*given, *solutions, "model.name=x/y", f"output={tmp_path / 'o'}"))
+
+
 def test_output_must_be_named():
     with pytest.raises(RunError, match="Add output=FOLDER"):
         command.check(composed("model.name=x/y"))

@@ -156,6 +156,8 @@ REFUSED = {
     "temperature=0": ("temperature=0", "positive number", "Try temperature=1.0"),
     "baseline=otb": ("baseline", "no key of this project", "estimators"),
     "task=gsm8": ("task=gsm8", "not one of the choices", "Did you mean gsm8k?"),
+    "task=math500": ("task math500 has train_split=null", "rows are for evaluation", "Try task=gsm8k"),
+    "task=gsm8k": ("path='openai/gsm8k'", "not in the cache", "python experiments/prefetch.py --dataset openai/gsm8k"),
     "model.lora.lora_alfa=4": ("model.lora.lora_alfa", "no field of peft.LoraConfig", "Did you mean lora_alpha?"),
 }
 

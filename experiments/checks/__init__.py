@@ -19,6 +19,7 @@ from omegaconf.errors import InterpolationResolutionError
 
 from experiments.build import build, is_off
 from experiments.checks.choices import check_keys_of_choice
+from experiments.checks.files import check_training_rows
 from experiments.checks.methods import check_methods
 from experiments.checks.model import check_model
 from experiments.checks.target import check_target
@@ -110,14 +111,6 @@ def check_model_and_task(cfg: DictConfig) -> None:
     check_target("task", cfg.task)
     build(cfg, "task")  # its constructor may refuse a value
     check_model(cfg)
-
-
-def check_training_rows(cfg: DictConfig) -> None:
-    """Raises RunError for a task that says it has none. Reads none."""
-    try:
-        getattr(build(cfg, "task"), "check_training", lambda: None)()
-    except ValueError as error:
-        raise RunError(str(error)) from error
 
 
 def _check_sandbox(cfg: DictConfig) -> None:

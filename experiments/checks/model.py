@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 
+from huggingface_hub import constants
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import is_tiny
@@ -14,7 +15,7 @@ from experiments.checks.choices import keys_of_choices
 from experiments.command_line import CONF, near_miss
 from experiments.fields import dataclass_fields
 from experiments.threads import SMALL
-from otb.errors import RunError
+from otb.errors import NOT_CACHED, RunError, no_model, not_from_the_hub
 from otb.policies.folders import base_of
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -23,6 +24,7 @@ FLASH = {  # attention: the module and the package that transformers takes it fr
     "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
     "flash_attention_4": ("flash_attn", "flash-attn-4"),
 }
+CONFIGURATIONS = ("config.json", "adapter_config.json")  # a model has one of them
 DTYPES = ("float32", "bfloat16")  # float16 weights cannot be trained: their gradients cannot be unscaled
 
 
@@ -124,6 +126,8 @@ def _check_gguf(cfg: DictConfig) -> None:
                 f"model.name={name} holds no config.json of transformers, but {', '.join(files)}. Add "
                 f"model.gguf_file={files[0]}."
             )
+        if name != "tiny" and folder.is_dir() and not any((folder / file).is_file() for file in CONFIGURATIONS):
+            raise no_model(name, "it has no config.json")
         return
     if name == "tiny" or is_tiny(cfg.model):
         raise RunError(
@@ -146,3 +150,15 @@ def _check_lora(lora) -> None:
         raise RunError(f"model.lora.{next(iter(lora))} is set without a rank. Add model.lora.r=16.")
     if "r" in lora and (type(lora.r) is not int or lora.r < 1):
         raise RunError(f"model.lora.r={lora.r} must be a whole number of at least 1. Try model.lora.r=16.")
+
+
+def check_model_is_here(cfg: DictConfig) -> None:
+    """Raises RunError with HF_HUB_OFFLINE for a hub id whose small files are not in the cache of this machine."""
+    name, revision, gguf = str(cfg.model.name), cfg.model.revision, cfg.model.get("gguf_file")
+    if name == "tiny" or not constants.HF_HUB_OFFLINE or Path(name).expanduser().is_dir():
+        return
+    from huggingface_hub import try_to_load_from_cache  # a tenth of a second
+
+    files = CONFIGURATIONS if gguf is None else (gguf,)
+    if not any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files):
+        raise not_from_the_hub(name, revision, NOT_CACHED)

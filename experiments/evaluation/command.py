@@ -14,6 +14,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments import checks
 from experiments.build import build
+from experiments.checks.files import check_sources
+from experiments.checks.model import check_model_is_here
 from experiments.checks.values import check_whole_numbers
 from experiments.command_line import CONF, near_miss
 from experiments.evaluation.plan import Plan, uses_tools
@@ -151,6 +153,13 @@ def check_task(cfg: DictConfig) -> None:
             f"task {task.name} has neither eval_split nor evaluation, so there is nothing to evaluate on. Try "
             "task.eval_split=test, or tasks=[math500]."
         )
+
+
+def check_files(wanted: Plan) -> None:
+    """Raises RunError where rows or model are not there; reads none of them."""
+    for cfg in wanted.configurations.values():
+        check_sources(getattr(build(cfg, "task"), "evaluation_sources", list)())
+        check_model_is_here(cfg)
 
 
 def check_sampling(configurations: dict[str, DictConfig], processes: int) -> None:

@@ -47,7 +47,7 @@ def launch(
     check_parallel(parallel)
     if not wait:
         raise RunError("wait=false needs a queue that keeps the runs. Add hydra/launcher=slurm, or use wait=true.")
-    jobs = plan(loader, sweep, job_overrides, processes=sweep.gpus or 1)
+    jobs = plan(loader, sweep, job_overrides, processes=sweep.gpus or 1, here=True)
     folder = folder_of(sweep)
     earlier_jobs(folder, jobs)  # refuses the folder of another sweep
     save_jobs(folder, jobs)

@@ -12,14 +12,20 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from experiments.checks import check
+from experiments.checks.files import check_files
+from experiments.hardware import check_enough_gpus
 from experiments.identity import run_path
 from experiments.sweeps.jobs import Job
+from experiments.sweeps.state import state_of
 from otb.errors import RunError
 
 
-def plan(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], processes: int) -> list[Job]:
-    """Returns a job per run, in order; a run that is refused has the reason as its `error`. processes: of each run.
+def plan(
+    loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], processes: int, here: bool
+) -> list[Job]:
+    """Returns a job per run, in order; a run that is refused has the reason as its `error`.
 
+    processes: of each run. here: whether the runs are for this machine.
     Raises RunError where two runs are the same, or where every run is refused.
     """
     composer, jobs, seen = Composer(loader, sweep), [], {}
@@ -36,6 +42,10 @@ def plan(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequen
         job = Job(number, run, list(overrides), cfg.steps)
         try:
             check(cfg, processes)
+            if here:
+                check_enough_gpus(cfg)
+            if cfg.overwrite or state_of(job).state != "done":
+                check_files(cfg, here)
         except RunError as error:
             job.error = str(error)
         jobs.append(job)

@@ -7,18 +7,17 @@ of prompts and LoRA targets against them, `policy_folder` (the warm start), `loa
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from otb.errors import RunError, first_line, unwritable
+from otb.errors import NOT_CACHED, RunError, first_line, no_model, not_from_the_hub, unwritable
 from otb.files import sha256_of
 from otb.policies.folders import MADE_FROM, Base, base_of
 from otb.policies.gguf_files import unpacked
@@ -225,11 +224,5 @@ def _merged(folder: Path, base: Base) -> str:
 
 def _unreadable(place: str, revision: str | None, error: Exception) -> RunError:
     if Path(place).is_dir():
-        return RunError(
-            f"model.name={place} cannot be read as a transformers model: {first_line(error)}. The folder must hold "
-            "what save_pretrained writes for model and tokenizer."
-        )
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    why = "it is not in the cache and HF_HUB_OFFLINE is set" if offline else first_line(error).rstrip(".")
-    fetch = f"python experiments/prefetch.py --model {place}" + (f" --revision {revision}" if revision else "")
-    return RunError(f"model.name={place} is no folder, and the hub does not give it: {why}. With network, run: {fetch}")
+        return no_model(place, first_line(error).rstrip("."))
+    return not_from_the_hub(place, revision, NOT_CACHED if constants.HF_HUB_OFFLINE else first_line(error).rstrip("."))

@@ -129,18 +129,9 @@ class Maths:
         rows = self._eval.rows if self.evaluation is None else self.evaluation.eval_dataset()
         return rows if self.max_eval_rows is None else rows.select(range(min(self.max_eval_rows, len(rows))))
 
-    def check_training(self) -> None:
-        """Raises ValueError for a task without training rows. Reads none."""
-        if self.train_split is None:
-            raise ValueError(
-                f"task {self.name} has train_split=null: its rows are for evaluation. Try task=gsm8k, or a training "
-                f"task with +task@task.evaluation={self.name}."
-            )
-
     @cached_property
     def _train(self) -> _Part:
-        self.check_training()
-        return self._read(self._source(self.train_split))
+        return self._read(self.training_source())
 
     @cached_property
     def _eval(self) -> _Part:
@@ -246,10 +237,24 @@ class Maths:
                 log_metric(f"grades/{outcome}", counts[outcome] / len(grades))
         return [grade.reward for grade in grades]
 
+    def training_source(self) -> Source:
+        """Returns where the training rows lie; reads nothing. Raises ValueError for a task without them."""
+        if self.train_split is None:
+            raise ValueError(
+                f"task {self.name} has train_split=null: its rows are for evaluation. Try task=gsm8k, or a training "
+                f"task with +task@task.evaluation={self.name}."
+            )
+        return self._source(self.train_split)
+
+    def evaluation_sources(self) -> list[Source]:
+        """Returns where the evaluation rows lie, of `evaluation` where there is one; reads nothing."""
+        if self.evaluation is not None:
+            return self.evaluation.evaluation_sources()
+        return [] if self.eval_split is None else [self._source(self.eval_split)]
+
     def sources(self) -> list[Source]:
-        """Returns where the rows lie, those of `evaluation` included; reads nothing."""
-        own = [self._source(split) for split in (self.train_split, self.eval_split) if split is not None]
-        return own + ([] if self.evaluation is None else self.evaluation.sources())
+        """Returns where all rows lie; reads nothing."""
+        return [*([] if self.train_split is None else [self.training_source()]), *self.evaluation_sources()]
 
     def provenance(self) -> dict:
         """Returns what was read, for environment.json: source, its hashes and a hash of the rows, of train and eval.

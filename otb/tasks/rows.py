@@ -6,10 +6,13 @@ network, and a hub id honours HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from huggingface_hub import constants
 
 from otb.errors import first_line
 from otb.files import sha256_of
@@ -118,6 +121,25 @@ def _have(files: list[Path], columns: list[str]) -> bool:
 # ---- the hub
 
 
+def refuse_absent(source: Source, offline: bool = True) -> None:
+    """Raises ValueError for a path that does not exist, or with HF_HUB_OFFLINE a hub id of which no cache has anything.
+
+    Reads no rows. offline: False where HF_HUB_OFFLINE does not count, as the rows are for another machine.
+    """
+    if source.local is None and offline and constants.HF_HUB_OFFLINE and not _may_be_cached(source):
+        raise ValueError(_not_from_the_hub(source))
+
+
+def _may_be_cached(source: Source) -> bool:
+    """Tells whether a cache holds anything of a hub id; whether it is the revision in question is seen in reading."""
+    if source.files is not None:
+        folder = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"
+        return any(folder.glob("snapshots/*"))
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets").expanduser()
+    folders = [folder for folder in prepared.glob("*") if _letters(folder.name) == _letters(source.path)]
+    return any(any(folder.glob("*/*/*")) for folder in folders)
+
+
 def fetch_rows(source: Source) -> str:
     """Downloads what the source of a hub id needs, all its splits or its `files`.
 
@@ -141,16 +163,19 @@ def _fetched_files(source: Source) -> Path:
     return Path(snapshot_download(source.path, repo_type="dataset", revision=source.revision, allow_patterns=patterns))
 
 
-def _not_from_the_hub(source: Source, error: Exception) -> str:
-    """Returns the text of the error for a hub id that could not be read."""
-    from huggingface_hub import constants
+def _letters(name: str) -> str:
+    """Returns what a hub id shares with its folder: `datasets` makes OWNER___my_set of OWNER/MySet."""
+    return re.sub("[_/]", "", name).lower()
 
+
+def _not_from_the_hub(source: Source, error: Exception | None = None) -> str:
+    """Returns the text of the error for a hub id that could not be read."""
     options = {"dataset": source.path, "config": source.config, "revision": source.revision, "files": source.files}
     arguments = " ".join(f"--{name} {value}" for name, value in options.items() if value)
     why = "HF_HUB_OFFLINE is set and it is not in the cache" if constants.HF_HUB_OFFLINE else "the hub did not give it"
     return (
-        f"path={source.path!r} is no local file or folder, and as a hub id it could not be read: {why} "
-        f"({type(error).__name__}: {first_line(error)[:200]}). "
-        f"Run `python experiments/prefetch.py {arguments}` where there is network (same HF_HOME), or give a local "
+        f"path={source.path!r} is no local file or folder, and as a hub id it could not be read: {why}"
+        + ("" if error is None else f" ({type(error).__name__}: {first_line(error)[:200]})")
+        + f". Run `python experiments/prefetch.py {arguments}` where there is network (same HF_HOME), or give a local "
         "folder: task.path=FOLDER." + (" Another hub id needs task.revision=null." if source.revision else "")
     )
