@@ -32,9 +32,11 @@ def main(cfg: DictConfig) -> None:
         check_gpus(cfg)
         processes = cfg.gpus if starts_processes(cfg) else int(os.environ.get("WORLD_SIZE", 1))
         wanted = plan(cfg, overrides, HydraConfig.get().runtime.choices["task"], processes)
-        start_processes(cfg, __file__, sys.argv[1:])
-        if cfg.watch or wanted.pending():
+        samples = cfg.watch or wanted.pending()
+        if samples:
             check_files(wanted)
+        start_processes(cfg, __file__, sys.argv[1:])
+        if samples:
             with opened_sandbox(wanted.with_tools()) as sandbox:
                 from experiments.evaluation.evaluator import evaluate  # torch, transformers and trl: seconds
 

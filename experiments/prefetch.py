@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 from huggingface_hub import constants
 
@@ -30,6 +31,17 @@ def fetch_model(hub_id: str, revision: str | None, gguf_file: str | None = None)
 
     patterns = MODEL_FILES if gguf_file is None else [gguf_file]
     return f"model {hub_id}: " + snapshot_download(hub_id, revision=revision, allow_patterns=patterns)
+
+
+def cached_file(hub_id: str, file: str, revision: str | None = None) -> Path | None:
+    """Returns a file of a model in the cache, of its newest revision with None; None where it is not there."""
+    from huggingface_hub import try_to_load_from_cache  # a tenth of a second
+
+    try:
+        found = try_to_load_from_cache(hub_id, file, revision=revision)
+    except ValueError:  # no name that the hub could have
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def sources_of(task: str) -> list[Source]:

@@ -1,6 +1,8 @@
 """The plan of a run: parameter counts, memory by part, hours and disk against values by hand, refusals, the command."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,7 +28,7 @@ from experiments.planning.memory_parts import (
 )
 from experiments.planning.step import Step
 from otb.errors import RunError
-from tests.support.commands import run_command_line
+from tests.support.commands import run_command_line, run_light
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = {
@@ -80,9 +82,23 @@ def test_a_folder_has_its_own_architecture(policy):
     assert architecture_of(str(policy)) == architecture_of("tiny")
 
 
+def test_a_hub_id_that_nobody_described_has_the_architecture_in_the_cache_at_its_revision(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for model, revision in (("qwen2.5-7b", "main"), ("qwen3-0.6b-base", "v1")):
+        cache_model(tmp_path, "OWNER/NAME", FOLDER / f"{model}.json", revision)
+    assert architecture_of("OWNER/NAME") == QWEN_7B
+    assert architecture_of("OWNER/NAME", "v1") == architecture_of("Qwen/Qwen3-0.6B-Base")
+    assert step_of(run_of_the_paper(model__name="OWNER/NAME", model__revision="v1"), 80e9).architecture.layers == 28
+    cfg = run_of_the_paper(model__name="OWNER/NAME", parallel={"name": "ddp"})
+    with pytest.raises(RunError, match="model.name=OWNER/NAME: needs 212 GB a GPU"):
+        refuse_if_it_cannot_fit(cfg, 80e9)
+
+
 def test_unknown_architectures_are_refused_with_what_to_do(tmp_path):
     with pytest.raises(RunError, match=r"model.name=OWNER/NAME has no architecture .* Add a copy of its config.json"):
         architecture_of("OWNER/NAME")
+    with pytest.raises(RunError, match="prefetch.py --model OWNER/NAME --revision v1$"):
+        architecture_of("OWNER/NAME", "v1")
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(RunError, match="describes model_type=mamba"):
         architecture_of(str(tmp_path))
@@ -361,6 +377,59 @@ def test_a_card_is_checked_before_anything_is_loaded_or_submitted(monkeypatch):
         check(large)
     OmegaConf.update(large, "trainer.use_cpu", True, force_add=True)
     check(large)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """send(*arguments) -> the command of a sweep, at a sbatch that takes everything."""
+    for name, does in {"sbatch": "echo Submitted batch job 7", "srun": "exit 1", "squeue": "exit 1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def send(*arguments: str) -> subprocess.CompletedProcess:
+        given = ["-m", "wait=false", "task=gsm8k", f"runs_dir={tmp_path / 'runs'}", *arguments]
+        home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": str(tmp_path / "home" / "hub")}
+        return run_light(given, PATH=f"{tmp_path}:{os.environ['PATH']}", **home)
+
+    return send
+
+
+def test_a_sweep_for_slurm_without_a_card_is_checked_by_the_largest_one(slurm, tmp_path):
+    refused = slurm("hydra/launcher=slurm_8gpu", "model=qwen2.5-7b")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    for said in (
+        "error: model.name=Qwen/Qwen2.5-7B: needs 183 GB a GPU under parallel=ddp over 8 GPUs",
+        "the card has 141. Try parallel=fsdp2",
+        "With card=null this is h200-141gb, the largest of conf/plan.yaml",
+    ):
+        assert said in refused.stderr
+    assert not list((tmp_path / "runs").rglob("job-*.json"))
+    for fits in (["hydra/launcher=slurm_8gpu", "model=qwen2.5-1.5b"], ["hydra/launcher=slurm_cpu", "model=qwen2.5-7b"]):
+        sent = slurm(*fits)
+        assert sent.stdout.startswith("1 of 1 runs sent as job 7") and sent.stderr == "", sent.stderr
+
+
+def test_a_sweep_of_a_hub_id_is_checked_by_its_cached_configuration_or_told_that_it_was_not(slurm, tmp_path):
+    given = ["hydra/launcher=slurm_8gpu", "model=hub", "model.name=OWNER/NAME", "seed=0,1", "card=a100-80gb"]
+    unknown = slurm(*given)
+    assert unknown.stdout.startswith("2 of 2 runs sent as job 7")
+    assert unknown.stderr.startswith("note: memory was not checked: model.name=OWNER/NAME has no architecture in conf/")
+    assert unknown.stderr.endswith("or run: python experiments/prefetch.py --model OWNER/NAME\n")
+    assert unknown.stderr.count("note: ") == 1  # of two runs
+    assert slurm(*given[:-1], "sweep=other").stderr == unknown.stderr  # without a card
+    cache_model(tmp_path / "home" / "hub", "OWNER/NAME", FOLDER / "qwen2.5-7b.json", "main")
+    refused = slurm(*given)
+    assert refused.returncode == 2 and "model.name=OWNER/NAME: needs 183 GB a GPU" in refused.stderr
+    assert "the card has 80" in refused.stderr and "note: " not in refused.stderr
+
+
+def cache_model(cache: Path, hub_id: str, config: Path, revision: str) -> None:
+    """Puts a config.json into a cache of the hub."""
+    folder = cache / f"models--{hub_id.replace('/', '--')}"
+    for part in (f"snapshots/of-{revision}", "refs"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / revision).write_text(f"of-{revision}")
+    shutil.copy(config, folder / "snapshots" / f"of-{revision}" / "config.json")
 
 
 def test_reserve_counts_when_a_fit_is_asked_for():

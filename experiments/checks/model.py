@@ -14,6 +14,7 @@ from experiments.build import is_tiny
 from experiments.checks.choices import keys_of_choices
 from experiments.command_line import CONF, near_miss
 from experiments.fields import dataclass_fields
+from experiments.prefetch import cached_file
 from experiments.threads import SMALL
 from otb.errors import NOT_CACHED, RunError, no_model, not_from_the_hub
 from otb.policies.folders import base_of
@@ -157,8 +158,6 @@ def check_model_is_here(cfg: DictConfig) -> None:
     name, revision, gguf = str(cfg.model.name), cfg.model.revision, cfg.model.get("gguf_file")
     if name == "tiny" or not constants.HF_HUB_OFFLINE or Path(name).expanduser().is_dir():
         return
-    from huggingface_hub import try_to_load_from_cache  # a tenth of a second
-
     files = CONFIGURATIONS if gguf is None else (gguf,)
-    if not any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files):
+    if not any(cached_file(name, file, revision) for file in files):
         raise not_from_the_hub(name, revision, NOT_CACHED)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from experiments.prefetch import cached_file
 from otb.errors import RunError
 from otb.policies.folders import base_of
 
@@ -94,27 +95,29 @@ class Architecture:
         return self.layers * sum(rank * sum(shapes[name]) for name in known)
 
 
-def architecture_of(name: str) -> Architecture:
-    """Returns the architecture of `model.name`: of conf/architectures by hub id, or of the config.json of a folder.
+def architecture_of(name: str, revision: str | None = None) -> Architecture:
+    """Returns the architecture of `model.name`: of a folder's config.json, or by hub id of conf/architectures.
 
-    That of an adapter's folder is its base's. Raises RunError where neither is there, or where the family is none that
-    the formulas describe.
+    A hub id that is not there is looked up in the cache of the hub, at `revision`. That of an adapter's folder is its
+    base's. Raises RunError where none has it, or where the family is none that the formulas describe.
     """
     folder = Path(name).expanduser()
     if (base := base_of(folder)) is not None:
-        return architecture_of(base.name)
+        return architecture_of(base.name, base.revision)
     if folder.is_dir():
         file = folder / "config.json"
         if not file.is_file():
             raise RunError(f"model.name={name} has no config.json. Give a folder that save_pretrained wrote.")
         return _from_config(json.loads(file.read_text(encoding="utf8")), str(file))
     files = _files()
-    if name not in files:
+    file = files.get(name) or cached_file(name, "config.json", revision)
+    if file is None:
         raise RunError(
-            f"model.name={name} has no architecture in conf/architectures. Add a copy of its config.json there, with "
-            f'"models": ["{name}"] in it. Known: {", ".join(sorted(files))}.'
+            f"model.name={name} has no architecture in conf/architectures, and no config.json in the cache. Add a copy "
+            f'of its config.json to the former, with "models": ["{name}"] in it, or run: '
+            f"python experiments/prefetch.py --model {name}" + (f" --revision {revision}" if revision else "")
         )
-    return _from_config(json.loads(files[name].read_text(encoding="utf8")), files[name].name)
+    return _from_config(json.loads(file.read_text(encoding="utf8")), file.name if name in files else name)
 
 
 @cache

@@ -1,6 +1,7 @@
 """Whether a run fits the memory of its GPUs, from its configuration, before anything is loaded or submitted.
 
-Called by experiments/plan.py, and by experiments/checks/ for every run: by `card=`, else by the GPU that is here.
+Called by experiments/plan.py, and by experiments/checks/ for every run: by `card=`, else by the GPU that is here; for
+SLURM, where neither is known, by the largest card of conf/plan.yaml.
 Imports no torch.
 """
 
@@ -8,12 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.build import is_tiny
 from experiments.command_line import near_miss
 from experiments.planning.architectures import architecture_of
 from experiments.planning.memory import moments, peak, state
@@ -25,6 +30,7 @@ ASSUMPTIONS = Path(__file__).resolve().parents[2] / "conf" / "plan.yaml"
 SYNC_EACH_FORWARD = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"  # of trl.GRPOConfig
 MORE_GPUS = (2, 4, 8, 16, 32, 64)  # that a fix may name
 FEWER_ROWS = (64, 16, 4)  # generated at a time, that a fix may name
+GPU_OPTIONS = ("gpus_per_node", "gpus_per_task", "gres")  # of SLURM's launchers; none of them: no GPU
 TOLERANCE = 0.1  # of the card: the formulas may say more than is needed by so much (docs/plan.md)
 USUAL_SHARE = 0.3
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -40,7 +46,7 @@ def check_card(cfg: DictConfig, processes: int | None = None, found: float | Non
         if found is not None:
             refuse_if_it_cannot_fit(cfg, found, processes)
         return
-    cards = OmegaConf.load(ASSUMPTIONS).cards
+    cards = assumptions().cards
     if cfg.card not in cards:
         raise RunError(
             f"card={cfg.card} is no GPU of conf/plan.yaml.{near_miss(cfg.card, cards)} Known: {', '.join(cards)}. Add "
@@ -52,18 +58,50 @@ def check_card(cfg: DictConfig, processes: int | None = None, found: float | Non
         raise RunError(f"{error} Or card=null, to try it all the same.") from error
 
 
+def check_largest_card(cfg: DictConfig, processes: int) -> None:
+    """Raises RunError for a run of SLURM without a `card` that cannot fit the largest of conf/plan.yaml.
+
+    cfg: with the launcher, `cfg.hydra`. Nothing is raised for model=tiny, nor where no GPU is asked for.
+    """
+    asked = any(cfg.hydra.launcher.get(key) for key in GPU_OPTIONS) and not cfg.trainer.get("use_cpu")
+    if cfg.card is not None or is_tiny(cfg.model) or not asked:
+        return
+    cards = assumptions().cards
+    largest = max(cards, key=lambda card: cards[card].memory_gb)
+    try:
+        refuse_if_it_cannot_fit(cfg, cards[largest].memory_gb * 1e9, processes)
+    except RunError as error:
+        raise RunError(
+            f"{error} With card=null this is {largest}, the largest of conf/plan.yaml; a larger one can be added "
+            "there, for card=NAME."
+        ) from error
+
+
+@cache
+def assumptions() -> DictConfig:
+    """Returns conf/plan.yaml, which is not to be changed."""
+    return OmegaConf.load(ASSUMPTIONS)
+
+
 def refuse_if_it_cannot_fit(cfg: DictConfig, card_memory_bytes: float, processes: int | None = None) -> None:
     """Raises RunError where a run's peak by experiments/planning/memory.py is TOLERANCE above the memory of its GPU.
 
     processes: of the run; None for those that SLURM's launcher of a composed sweep (`cfg.hydra`) starts, else `gpus`.
-    Nothing is raised for a model whose architecture is not known: a hub id that conf/architectures does not describe.
+    Nothing is raised for a model whose architecture is not known; a line says that its memory was not checked.
     """
     try:
         step = step_of(cfg, card_memory_bytes, processes)
-    except RunError:
+    except RunError as error:
+        _note_unchecked(str(error))
         return
     if reason := why_not(step, reserve=-TOLERANCE * card_memory_bytes):
         raise RunError(f"model.name={cfg.model.name}: {reason}")
+
+
+@cache  # once for all runs of a sweep
+def _note_unchecked(reason: str) -> None:
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"note: memory was not checked: {reason}", file=sys.stderr)
 
 
 def why_not(step: Step, reserve: float = 0.0) -> str | None:
@@ -159,7 +197,8 @@ def vllm_share(cfg: DictConfig, card_memory_bytes: float | None, processes: int 
     try:
         if "prompts_per_step" in cfg:
             return step_of(cfg, card_memory_bytes, processes).memory_share
-        weights = BYTES[cfg.model.dtype] * architecture_of(str(cfg.model.name)).parameters
+        architecture = architecture_of(str(cfg.model.name), OmegaConf.select(cfg, "model.revision"))
+        weights = BYTES[cfg.model.dtype] * architecture.parameters
     except RunError:
         return USUAL_SHARE
     return twentieths(1 - TOLERANCE - weights / card_memory_bytes)
@@ -212,11 +251,11 @@ def step_of(
     sampler = str(OmegaConf.select(cfg, "rollouts_by.name", default="hf"))
     share = SERVER_SHARE if sampler == "vllm_server" else OmegaConf.select(cfg, "rollouts_by.memory_share")
     step = Step(
-        architecture=architecture_of(str(cfg.model.name)),
+        architecture=architecture_of(str(cfg.model.name), OmegaConf.select(cfg, "model.revision")),
         dtype=cfg.model.dtype,
         rollouts=rollouts,
         forward=min(cfg.model.rollouts_per_forward or rollouts, rollouts),
-        prompt=cfg.max_prompt_length or prompt_tokens or OmegaConf.load(ASSUMPTIONS).prompt_tokens,
+        prompt=cfg.max_prompt_length or prompt_tokens or assumptions().prompt_tokens,
         response=cfg.task.max_completion_length,
         lora_rank=lora.get("r"),
         lora_targets=None if targets is None or isinstance(targets, str) else tuple(targets),

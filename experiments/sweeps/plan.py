@@ -15,6 +15,7 @@ from experiments.checks import check
 from experiments.checks.files import check_files
 from experiments.hardware import check_enough_gpus
 from experiments.identity import run_path
+from experiments.planning.fit import check_largest_card
 from experiments.sweeps.jobs import Job
 from experiments.sweeps.state import state_of
 from otb.errors import RunError
@@ -44,6 +45,8 @@ def plan(
             check(cfg, processes)
             if here:
                 check_enough_gpus(cfg)
+            else:
+                check_largest_card(cfg, processes)
             if cfg.overwrite or state_of(job).state != "done":
                 check_files(cfg, here)
         except RunError as error:
