@@ -493,10 +493,11 @@ def test_disk_holds_weights_and_moments_of_the_last_and_weights_of_the_best():
 # ---- the command
 
 
-def test_plan_of_a_recipe_has_every_arm_and_group_size_with_its_tokens():
-    plans, _ = plan(["experiment=paper_single_turn", "response_share=0.5"])
+@pytest.mark.parametrize(("recipe", "prompts"), [("paper_single_turn", 64), ("paper_tool_use_group_size", 128)])
+def test_plan_of_a_recipe_has_every_arm_and_group_size_with_its_tokens(recipe, prompts):
+    plans, _ = plan([f"experiment={recipe}", "response_share=0.5"])
     rows = {(arm, entry.setting.cfg.group_size): response_tokens(run) for entry, arm, run, _ in each_run(plans)}
-    assert rows == {(arm, n): 500 * 64 * n * 8192 * 0.5 for arm in ("otb", "group_mean") for n in (4, 8, 16, 32)}
+    assert rows == {(arm, n): 500 * prompts * n * 8192 * 0.5 for arm in ("otb", "group_mean") for n in (4, 8, 16, 32)}
     scores = {arm: run.scores for _, arm, run, _ in each_run(plans)}
     assert scores == {"otb": True, "group_mean": False}
 

@@ -54,7 +54,8 @@ def data(tmp_path_factory):
 
 
 def test_there_are_recipes_for_gpus():
-    assert {"paper_single_turn", "paper_tool_use", "small_24gb", "small_80gb", "small_8x80gb"} <= set(RECIPES)
+    paper = {"paper_single_turn", "paper_tool_use", "paper_tool_use_group_size"}
+    assert paper | {"small_24gb", "small_80gb", "small_8x80gb"} <= set(RECIPES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

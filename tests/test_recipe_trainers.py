@@ -44,8 +44,9 @@ QWEN3_8B, QWEN_7B, QWEN_1_5B, QWEN_0_5B = 8_190_735_360, 7_615_616_512, 1_543_71
 EXPECTED = {
     # (4.1 + 8.2 + 2.5 of copies) / 80 GB = .185 -> .70
     "paper_single_turn": Expected(QWEN3_8B, 8, {n: 64 * n for n in (4, 8, 16, 32)}, 8, 0.7, 500, 8192),
-    # (3.8 + 7.6 + 2.2 or 2.3) / 80 GB = .17 -> .70
+    # (3.8 + 7.6 + 2.2) / 80 GB = .17 -> .70
     "paper_tool_use": Expected(QWEN_7B, 8, {16: 2048}, 8, 0.7, 500, 8192, turns=5),
+    "paper_tool_use_group_size": Expected(QWEN_7B, 8, {n: 128 * n for n in (4, 8, 16, 32)}, 8, 0.7, 500, 8192, turns=5),
     "small_8x80gb": Expected(QWEN_7B, 8, {4: 256, 16: 1024}, 8, 0.7, 200, 4096, turns=5),
     # (2.0 + 4.0 + 0.5) / 24 GB = .27 -> .60, and (6.2 + 12.3 + 0.9) / 80 GB = .24 -> .65
     "small_24gb": Expected(QWEN_0_5B, 1, {4: 128, 16: 512}, 16, 0.6, 200, 1024),
