@@ -41,6 +41,9 @@ RUNS = {
     "tools": TOOLS,
     "fsdp2": SHARDED | {"parallel": "fsdp2"},
     "zero3": SHARDED | {"parallel": "zero3"},
+    "fsdp2 lora": SHARDED | {"parallel": "fsdp2", "model.lora.r": 4},
+    "zero3 lora": SHARDED | {"parallel": "zero3", "model.lora.r": 4},
+    "fsdp2 energy_probe": SHARDED | {"parallel": "fsdp2", "baseline": "energy_probe"},
 }
 
 
@@ -97,7 +100,7 @@ def responses(run, step):
     return table["prompt_text"].tolist(), table["response_text"].tolist()
 
 
-@pytest.mark.parametrize("name", ["seed 0", "lora"])
+@pytest.mark.parametrize("name", ["seed 0", "lora", "fsdp2", "zero3", "fsdp2 lora", "zero3 lora"])
 def test_vllm_samples_with_the_weights_of_every_step(made, policies, name):
     """Its log-probs stay beside the trainer's, while the policy moves away from where it began."""
     run, _ = made(name)
@@ -206,10 +209,27 @@ def test_checkpoints_of_a_run_are_evaluated_by_vllm_each_with_its_own_weights(
     assert 32 < sum(row["tool_tokens"] > 0 for row in ended) < 96 < len(ended)
 
 
-def test_sharded_policies_reach_vllm_and_their_first_step_is_the_same(made):
+@pytest.mark.parametrize("trained", ["", " lora"])
+def test_sharded_policies_reach_vllm_and_their_first_step_is_the_same(made, trained):
     """FSDP2 and ZeRO-3 in bfloat16: the same weights, so the same rollouts, energies and gradient."""
-    fsdp2, zero3 = (rows(made(kind)[0] / "metrics.jsonl") for kind in ("fsdp2", "zero3"))
+    fsdp2, zero3 = (rows(made(f"{kind}{trained}")[0] / "metrics.jsonl") for kind in ("fsdp2", "zero3"))
     assert len(fsdp2) == len(zero3) == 3
     for name in ("own_tokens", "reward_mean", "mismatch_mean", "energy_mean", "total_power", "gradient_norm"):
         assert zero3[0][name] == pytest.approx(fsdp2[0][name], rel=1e-3), name
     assert all(0 < row["mismatch_mean"] < 0.03 for row in [*fsdp2, *zero3])
+
+
+def test_probe_of_a_sharded_run_is_fitted_to_the_rollouts_of_both_processes(made):
+    """Its first baseline is the mean of the group's others; then its sums hold every energy, decayed step by step."""
+    run, _ = made("fsdp2 energy_probe")
+    first, second = kept(run, 1), kept(run, 2)
+    for _, group in first.groupby("prompt"):
+        of_others = (group["reward"].sum() - group["reward"]) / (len(group) - 1)
+        assert [values.tolist() for values in group["baselines"]] == [
+            [mean] * len(values) for mean, values in zip(of_others, group["baselines"], strict=True)
+        ]
+    assert len({value for values in second["baselines"] for value in values}) > len(second)  # of the prefix
+    energies = [row["energy_mean"] * 16 for row in rows(run / "metrics.jsonl")]  # 4 prompts x 4, of both processes
+    state = torch.load(run / "checkpoints" / "step-00000003" / "baseline.pt")
+    decayed = 0.9**2 * energies[0] + 0.9 * energies[1] + energies[2]
+    assert state["moments"][-1, -1].item() == pytest.approx(decayed, rel=1e-5)  # phi ends with a 1: the sum of w
