@@ -1,6 +1,6 @@
 """A run that is sharded over two processes: killed and resumed it is the uninterrupted one; its best can be read.
 
-Two random kills in the suite; OTB_SOAK_KILLS=10 python -m pytest tests/test_sharded_runs.py -k random is the long form.
+A few random kills are in the suite; the long form is OTB_SOAK_KILLS=10 pytest tests/test_sharded_runs.py -k random.
 """
 
 import os
@@ -17,7 +17,6 @@ from tests.support.holds import Hold
 from tests.support.ranks import Ranks
 from tests.support.waiting import wait_for
 
-KILLS = int(os.environ.get("OTB_SOAK_KILLS", 2))
 FSDP2, ZERO3 = ["parallel=fsdp2", "model.dtype=bfloat16"], ["parallel=zero3", "model.dtype=bfloat16"]
 ONE_FILE = "parallel.trainer.fsdp_config.state_dict_type=FULL_STATE_DICT"
 RUNS = {
@@ -26,28 +25,41 @@ RUNS = {
     "zero3": ZERO3,
     "zero3, lora": [*ZERO3, "model.lora.r=4"],
 }
+MARKED = {name: pytest.param(name, marks=pytest.mark.needs_vllm if "zero3" in name else ()) for name in RUNS}
+IN_THE_SUITE = {"fsdp2": 2, "fsdp2 in one file, lora": 1, "zero3": 1}  # a kill under ZeRO-3 costs a minute
+KILLS = dict.fromkeys(RUNS, int(os.environ["OTB_SOAK_KILLS"])) if "OTB_SOAK_KILLS" in os.environ else IN_THE_SUITE
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.needs_vllm if "zero3" in name else ()) for name in RUNS],
-)
-def two_runs(request, policy, tmp_path_factory):
-    """Run directories of a run that was left alone, and of one that was killed after its third step."""
-    folder, kind = tmp_path_factory.mktemp("runs"), request.param[:5]
+@pytest.fixture(scope="module", params=MARKED.values())
+def run_name(request):
+    """One of RUNS."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def start(request, run_name, policy):
+    """A function that starts the run in a folder: its Ranks."""
+    kind = run_name[:5]
     python = request.getfixturevalue("vllm_python") if kind == "zero3" else None
 
-    def start(name, **environment):
-        given = [*arguments(folder / name, model__name=policy), *RUNS[request.param]]
-        return Ranks(kind, given, folder / f"{name}.log", python, **environment)
+    def start_in(runs_dir, killed_after=None, **environment):
+        given = [*arguments(runs_dir, model__name=policy), *RUNS[run_name]]
+        return Ranks(kind, given, runs_dir.with_suffix(".log"), python, killed_after, **environment)
 
-    whole = start("whole")
+    return start_in
+
+
+@pytest.fixture(scope="module")
+def two_runs(start, tmp_path_factory):
+    """Run directories of a run that was left alone, and of one that was killed after its third step."""
+    folder = tmp_path_factory.mktemp("runs")
+    whole = start(folder / "whole")
     assert whole.join(), whole.printed()[-3000:]
     hold = Hold(folder / "hold", "row 3")
-    killed = start("killed", **hold.environment)
+    killed = start(folder / "killed", **hold.environment)
     wait_for(hold.held, killed.processes[0])
     killed.kill()
-    resumed = start("killed")
+    resumed = start(folder / "killed")
     assert resumed.join(), resumed.printed()[-3000:]
     return folder
 
@@ -82,16 +94,15 @@ def test_best_checkpoint_of_a_sharded_run_is_a_policy_and_nothing_else(two_runs)
     assert torch.isfinite(model(**ids).logits).all()
 
 
-@pytest.mark.parametrize("two_runs", ["fsdp2"], indirect=True)
-def test_sharded_run_killed_at_random_moments_ends_as_the_uninterrupted_one(two_runs, policy, tmp_path):
+@pytest.mark.parametrize("run_name", [MARKED[name] for name in KILLS], indirect=True)
+def test_sharded_run_killed_at_random_moments_ends_as_the_uninterrupted_one(run_name, start, two_runs, tmp_path):
     """A process is killed after a random part of its own time, that of the processor; the other one ends with it."""
     moments, kills, finished = random.Random(1), 0, 0
     whole = min(float(file.read_text()) for file in two_runs.glob("whole.log.cpu_seconds.*"))
-    while kills < KILLS:
-        given = [*arguments(tmp_path / f"runs{finished}", model__name=policy), *FSDP2]
+    while kills < KILLS[run_name]:
         while True:
-            killed_after = {moments.randrange(2): moments.uniform(0.0, whole)} if kills < KILLS else None
-            ranks = Ranks("fsdp2", given, tmp_path / "log", killed_after=killed_after)
+            killed_after = (moments.randrange(2), moments.uniform(0.0, whole)) if kills < KILLS[run_name] else None
+            ranks = start(tmp_path / f"runs{finished}", killed_after)
             if ranks.join():
                 break
             assert killed_after, ranks.printed()[-3000:]

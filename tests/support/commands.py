@@ -93,17 +93,10 @@ def start(
     return process
 
 
-def start_two(
-    given: list[str], log: Path, killed_after: dict[int, float] | None = None, **options
-) -> list[multiprocessing.Process]:
-    """The command by two processes that train one run, as torchrun starts them; rank r prints into LOG.r.
-
-    killed_after: rank -> `cpu_seconds` of `start`.
-    """
-    killed_after = killed_after or {}
+def start_two(given: list[str], log: Path, **options) -> list[multiprocessing.Process]:
+    """The command by two processes that train one run, as torchrun starts them; rank r prints into LOG.r."""
     return [
-        start(given, Path(f"{log}.{rank}"), cpu_seconds=killed_after.get(rank), **options, **variables)
-        for rank, variables in enumerate(of_two_processes())
+        start(given, Path(f"{log}.{rank}"), **options, **variables) for rank, variables in enumerate(of_two_processes())
     ]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from tests.support import commands
-from tests.support.sharding import CPU_SECONDS, SHARDED
+from tests.support.sharding import CPU_SECONDS, KILLED_AFTER, SHARDED
 from tests.support.waiting import PATIENCE_SECONDS, ended_with, wait_for
 
 
@@ -15,7 +15,7 @@ class Ranks:
     """A sharded run under way. kind: "fsdp2" or "zero3", whose parallel= is among the arguments `given`.
 
     python: that of another environment, whose processes torchrun starts, running `module`; None forks them.
-    killed_after: rank -> seconds of the processor after which it is killed, of forked ones.
+    killed_after: a rank, and the seconds of the processor after which it is killed.
     """
 
     def __init__(
@@ -24,14 +24,16 @@ class Ranks:
         given: list[str],
         log: Path,
         python: str | None = None,
-        killed_after: dict[int, float] | None = None,
+        killed_after: tuple[int, float] | None = None,
         module: str = "sharded_run",
         **environment: str,
     ):
         self.log = log
         variables = {SHARDED: kind, CPU_SECONDS: f"{log}.cpu_seconds"} | environment
+        if killed_after is not None:
+            variables[KILLED_AFTER] = "{} {}".format(*killed_after)
         if python is None:
-            self.processes = commands.start_two(given, log, killed_after, **variables)
+            self.processes = commands.start_two(given, log, **variables)
         else:
             self.processes = [started(python, module, given, log, variables)]
 

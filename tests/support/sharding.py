@@ -4,6 +4,7 @@ Without this, a run with `fsdp` on CPU processes trains as plain DDP, and a test
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.support import holds
 
 SHARDED = "OTB_TEST_SHARDED"  # in the environment of a run: "fsdp2" or "zero3"
 CPU_SECONDS = "OTB_TEST_CPU_SECONDS"  # a file, with the rank at its end, for the time of the processor that it took
+KILLED_AFTER = "OTB_TEST_KILLED_AFTER"  # a rank, and the time of the processor after which it ends
 
 
 def install() -> None:
@@ -25,6 +27,9 @@ def install() -> None:
     holds.install()
     if CPU_SECONDS in os.environ:
         note_cpu_seconds(Path(f"{os.environ[CPU_SECONDS]}.{os.environ['RANK']}"))
+    rank, _, seconds = os.environ.get(KILLED_AFTER, "").partition(" ")
+    if rank == os.environ["RANK"]:
+        signal.setitimer(signal.ITIMER_PROF, float(seconds))  # SIGPROF; its default action ends the process
 
 
 def let_sharding_run_on_cpus(deepspeed: bool) -> None:
