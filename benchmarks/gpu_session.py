@@ -132,6 +132,12 @@ def step(session: Session) -> dict | list:
     return session.figures("step", "step_time", "--policy", policy, *size)
 
 
+def memory(session: Session) -> dict | list:
+    """Returns the peaks of a step beside those that the planner predicts, of each model that fits the GPU."""
+    tiny = ["--case", "tiny, 64 rollouts in one forward", "tiny, in four forwards"]
+    return session.figures("memory", "memory_model", *(tiny if session.cpu else ["--gpu"]))
+
+
 def training(session: Session) -> dict:
     """Warm-starts a policy on arithmetic and trains it with OTB and RLOO; returns what each run's files say."""
     warm, runs = session.out / "warm", session.out / "runs"
@@ -172,6 +178,7 @@ PARTS: dict[str, Callable[[Session], object]] = {
     "lm_head": lm_head,
     "pass": extra_pass,
     "step": step,
+    "memory": memory,
     "training": training,
 }
 

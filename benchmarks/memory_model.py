@@ -1,11 +1,12 @@
-"""Peaks of memory on this CPU beside those that experiments/planning/memory.py predicts: the table of docs/plan.md.
+"""Peaks of memory beside those that experiments/planning/memory.py predicts: the tables of docs/plan.md.
 
-    python benchmarks/memory_model.py [--case NAME ...] [--json FILE]
+    python benchmarks/memory_model.py [--gpu] [--case NAME ...] [--json FILE]
 
 Each case is a process of its own that trains two steps of OTBTrainer with random weights; the second is measured. A
-peak is the largest resident set (VmHWM of /proc/self/status, set back at the beginning of each part of a step) less
-what was resident before the policy was built, and after another, tiny one had been trained: libraries do not count.
-malloc hands everything of 64 kB and more back at once (MALLOC_MMAP_THRESHOLD_): what is resident is in use.
+peak is the largest resident set of this CPU (VmHWM of /proc/self/status), with --gpu the most that torch had allocated
+there, set back at the beginning of each part of a step. What was held before the policy was built, and after another,
+tiny one had been trained, does not count: it is the libraries'. malloc hands everything of 64 kB and more back at once
+(MALLOC_MMAP_THRESHOLD_): what is resident is in use. Cases that cannot fit the GPU are left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +41,20 @@ CASES = {
         model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=4, response=96, dtype="bfloat16", lora_rank=16
     ),
 }
+GPU_CASES = {  # from a card of 24 GB to one of 80
+    "Qwen2.5-0.5B, in two forwards": dict(
+        model="Qwen/Qwen2.5-0.5B", rollouts=32, forward=16, response=512, dtype="bfloat16", checkpointing=True
+    ),
+    "Qwen2.5-1.5B, LoRA of rank 32, in two forwards": dict(
+        model="Qwen/Qwen2.5-1.5B", rollouts=32, forward=16, response=512, dtype="bfloat16", checkpointing=True,
+        lora_rank=32,
+    ),
+    "Qwen2.5-1.5B, in two forwards": dict(
+        model="Qwen/Qwen2.5-1.5B", rollouts=32, forward=16, response=512, dtype="bfloat16", checkpointing=True
+    ),
+}  # fmt: skip
+PROMPT = 64  # tokens, more than an arithmetic prompt has: to tell which cases fit
+ROOM = 0.9  # of a card, for what is predicted
 PARTS = {  # what is measured -> the moments of experiments/planning/memory.py that it spans
     "sampling": ("sampling",),
     "extra pass": ("extra pass",),
@@ -47,12 +63,60 @@ PARTS = {  # what is measured -> the moments of experiments/planning/memory.py t
 }
 
 
-def measure(case: dict) -> dict:
+class Meter(Protocol):
+    """Says how much memory is held, in bytes."""
+
+    def held(self) -> int:
+        """Returns what is held now, without garbage."""
+
+    def set_back(self) -> None:
+        """Lets `peak` count from here on."""
+
+    def peak(self) -> int:
+        """Returns the most that was held since `set_back`."""
+
+
+class ResidentSet:
+    """The Meter of this process on a CPU."""
+
+    def held(self) -> int:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        return resident("VmRSS")
+
+    def set_back(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS from here on
+
+    def peak(self) -> int:
+        return resident("VmHWM")
+
+
+class AllocatedOnGPU:
+    """The Meter of torch's allocator: without CUDA's own context, and what the allocator holds in reserve."""
+
+    def held(self) -> int:
+        import torch
+
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    def set_back(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+
+
+def measure(case: dict, gpu: bool) -> dict:
     """Returns the peak of each part of the second step in bytes, and the widths of its batch."""
-    train(CASES["tiny, 64 rollouts in one forward"] | {"rollouts": 8, "forward": 8}, base=0)  # libraries start up
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return train(case, base=resident("VmRSS"))
+    small = CASES["tiny, 64 rollouts in one forward"] | {"rollouts": 8, "forward": 8}
+    meter = AllocatedOnGPU() if gpu else ResidentSet()
+    train(small, gpu, meter, base=0)  # libraries start up
+    return train(case, gpu, meter, base=meter.held())
 
 
 def resident(field: str) -> int:
@@ -61,7 +125,7 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def measuring(base: int, measured: dict) -> tuple:
+def measuring(meter: Meter, base: int, measured: dict) -> tuple:
     """Returns the class of a trainer and a callback that write what they measure into `measured`.
 
     base: bytes that do not count. measured: "peaks", by part of the latest step, and the widths of its batch.
@@ -74,9 +138,9 @@ def measuring(base: int, measured: dict) -> tuple:
 
     @contextmanager
     def part(name: str):
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS from here on
+        meter.set_back()
         yield
-        peaks[name] = max(peaks.get(name, 0), resident("VmHWM") - base)
+        peaks[name] = max(peaks.get(name, 0), meter.peak() - base)
 
     class Measured(OTBTrainer):
         def _generate(self, *args):
@@ -90,26 +154,26 @@ def measuring(base: int, measured: dict) -> tuple:
                 return super()._extra_pass(output, *args, **kwargs)
 
         def compute_loss(self, *args, **kwargs):
-            Path("/proc/self/clear_refs").write_text("5")  # the rollouts are made: sampling is not counted again
+            meter.set_back()  # the rollouts are made: sampling is not counted again
             return super().compute_loss(*args, **kwargs)
 
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
             name = "forward and backward"
-            peaks[name] = max(peaks.get(name, 0), resident("VmHWM") - base)
+            peaks[name] = max(peaks.get(name, 0), meter.peak() - base)
             return loss
 
     class Update(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *args, **kwargs):
-            Path("/proc/self/clear_refs").write_text("5")
+            meter.set_back()
 
         def on_optimizer_step(self, *args, **kwargs):
-            peaks["update"] = resident("VmHWM") - base
+            peaks["update"] = meter.peak() - base
 
     return Measured, Update()
 
 
-def train(case: dict, base: int) -> dict:
+def train(case: dict, gpu: bool, meter: Meter, base: int) -> dict:
     """Trains two steps. Returns the peaks of the second above `base` bytes, and the widths of its batch."""
     import torch
     import transformers
@@ -120,12 +184,12 @@ def train(case: dict, base: int) -> dict:
     from otb.tasks.arithmetic import Arithmetic
 
     measured: dict = {"peaks": {}}
-    kind, update = measuring(base, measured)
+    kind, update = measuring(meter, base, measured)
     tokenizer, lora_rank = build_tokenizer(), case.get("lora_rank")
     bfloat16 = case.get("dtype") == "bfloat16"
     with tempfile.TemporaryDirectory() as output:
         arguments = OTBConfig(
-            output_dir=output, use_cpu=True, bf16=bfloat16, report_to="none", save_strategy="no", disable_tqdm=True,
+            output_dir=output, use_cpu=not gpu, bf16=bfloat16, report_to="none", save_strategy="no", disable_tqdm=True,
             gradient_checkpointing=case.get("checkpointing", False), learning_rate=0.0, loss_type="dr_grpo",
             lean_steps=False, optim="adamw_torch", num_generations=4, per_device_train_batch_size=case["forward"],
             max_completion_length=case["response"], gradient_accumulation_steps=case["rollouts"] // case["forward"],
@@ -160,40 +224,70 @@ def random_policy(name: str, tokenizer, vocabulary: int | None = None):
     return AutoModelForCausalLM.from_config(config)
 
 
-def predict(case: dict, prompt: int, response: int) -> dict[str, float]:
-    """Returns the predicted peak of each part, in bytes, by the formulas of a CPU."""
+def predict(case: dict, gpu: bool, prompt: int, response: int) -> dict[str, float]:
+    """Returns the predicted peak of each part, in bytes, by the formulas of a GPU or of a CPU."""
     from experiments.planning.architectures import architecture_of
     from experiments.planning.memory import moments
     from experiments.planning.step import Step
 
     options = {name: case[name] for name in case if name in {field.name for field in dataclasses.fields(Step)}}
     options = {"dtype": "float32", "checkpointing": False} | options | {"prompt": prompt, "response": response}
-    predicted = moments(Step(architecture=architecture_of(case["model"]), on_gpu=False, **options))
+    predicted = moments(Step(architecture=architecture_of(case["model"]), on_gpu=gpu, **options))
     return {part: max(sum(predicted[name].values()) for name in names) for part, names in PARTS.items()}
+
+
+def fitting(memory: float) -> list[str]:
+    """Returns the GPU_CASES that a card of so many bytes has room for."""
+    needed = {name: max(predict(case, True, PROMPT, case["response"]).values()) for name, case in GPU_CASES.items()}
+    return [name for name in GPU_CASES if needed[name] <= ROOM * memory]
+
+
+def rows_of(name: str, gpu: bool) -> list[dict]:
+    """Measures a case in a process of its own and returns a row for each part of the step."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    if gpu:
+        from experiments.hardware import visible_gpus
+
+        environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[0]  # with several, torch would split the batches
+    command = [sys.executable, __file__, "--child", name, *(["--gpu"] if gpu else [])]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    widths = {key: measured[key] for key in ("prompt", "response")}
+    predicted = predict((GPU_CASES if gpu else CASES)[name], gpu, **widths)
+    return [
+        {"case": name, "part": part, "measured": peak, "predicted": predicted[part], **widths}
+        for part, peak in measured["peaks"].items()
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--gpu", action="store_true", help="measure what torch allocates on the GPU, of larger models")
+    parser.add_argument("--case", nargs="*", choices=[*CASES, *GPU_CASES])
     parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--child", choices=list(CASES), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=[*CASES, *GPU_CASES], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    cases = GPU_CASES if arguments.gpu else CASES
+    if other := [name for name in [*(arguments.case or []), arguments.child] if name and name not in cases]:
+        parser.error(f"--case {other[0]} is measured {'without' if arguments.gpu else 'with'} --gpu")
     if arguments.child:
-        print(json.dumps(measure(CASES[arguments.child])))
+        print(json.dumps(measure(cases[arguments.child], arguments.gpu)))
         return
+    names = list(cases)
+    if arguments.gpu:
+        from experiments.hardware import gpu_memory
+
+        memory = gpu_memory()
+        if memory is None:
+            parser.error("--gpu: nvidia-smi shows no GPU here; leave --gpu out for the resident set of the CPU")
+        names = fitting(memory)
     rows = []
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     print("| case | part | measured, MB | predicted, MB | error |\n|---|---|---|---|---|")
-    for name in arguments.case:
-        command = [sys.executable, __file__, "--child", name]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        measured = json.loads(done.stdout.splitlines()[-1])
-        predicted = predict(CASES[name], measured["prompt"], measured["response"])
-        for part, peak in measured["peaks"].items():
-            widths = {key: measured[key] for key in ("prompt", "response")}
-            rows.append({"case": name, "part": part, "measured": peak, "predicted": predicted[part], **widths})
-            error = predicted[part] / peak - 1
-            print(f"| {name} | {part} | {peak / MEGABYTE:,.0f} | {predicted[part] / MEGABYTE:,.0f} | {error:+.0%} |")
+    for name in arguments.case or names:
+        for row in rows_of(name, arguments.gpu):
+            rows.append(row)
+            measured, predicted = row["measured"] / MEGABYTE, row["predicted"] / MEGABYTE
+            print(f"| {name} | {row['part']} | {measured:,.0f} | {predicted:,.0f} | {predicted / measured - 1:+.0%} |")
         sys.stdout.flush()
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf8")
