@@ -13,7 +13,7 @@ if [ "${1:-}" = wheels ]; then
   # What an image with PyTorch and transformers usually lacks; the pins are those of requirements.lock.
   pins() { grep -E "^($1)==" requirements.lock; }
   to=(--quiet --no-deps --dest "$2" --python-version "${3:-3.12}" --only-binary=:all:)
-  pins 'trl|transformers|accelerate|datasets|multiprocess|dill|xxhash|hydra-core|omegaconf|math-verify|latex2sympy2_extended|submitit|hydra-submitit-launcher' |
+  pins 'trl|transformers|accelerate|datasets|multiprocess|dill|xxhash|hydra-core|omegaconf|math-verify|latex2sympy2_extended|peft|submitit|hydra-submitit-launcher' |
     xargs python3 -m pip download "${to[@]}"
   pins antlr4-python3-runtime | xargs python3 -m pip wheel --quiet --no-deps --wheel-dir "$2" # has no wheel of its own
   exit

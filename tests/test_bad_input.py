@@ -29,7 +29,7 @@ from otb.baselines.otb import otb
 from otb.errors import RunError
 from otb.options import refuse_options
 from tests.support import commands
-from tests.test_recipes import composed
+from tests.support.recipes import composed
 
 REFUSED = 2
 CHOICES = "is not one of the choices"

@@ -17,7 +17,7 @@ from experiments.run import refuse_other_processes
 from otb.errors import RunError
 from otb.records import RunDirectory
 from tests.support.commands import run_command_line, run_light
-from tests.test_recipes import composed
+from tests.support.recipes import composed
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from experiments.checks import check
 from experiments.identity import difference
 from otb.errors import RunError
 from otb.improvement import PolicyImprovement, Reading, group_scales
-from tests.test_recipes import composed
+from tests.support.recipes import composed
 
 
 def readings(improvement, means) -> list[Reading]:

@@ -1,10 +1,14 @@
-"""What a run records of its model."""
+"""What a run records of its model, and configurations that cannot be read."""
 
 import hashlib
+import json
+import shutil
 
+import pytest
 from huggingface_hub import constants
 
-from otb.policies.models import load_model, model_facts
+from otb.errors import RunError
+from otb.policies.models import describe_policy, load_model, model_facts
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -31,3 +35,12 @@ def test_folder_is_recorded_with_hashes_of_its_weights(tmp_path):
 def test_policy_is_loaded_with_the_attention_that_was_asked_for(policy):
     assert load_model(str(policy), None, "float32", "eager").config._attn_implementation == "eager"
     assert load_model(str(policy), None, "float32").config._attn_implementation == "sdpa"  # transformers' own choice
+
+
+def test_configuration_that_contradicts_itself_is_refused(policy, tmp_path):
+    folder = tmp_path / "policy"
+    shutil.copytree(policy, folder)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"num_hidden_layers": 9}))
+    with pytest.raises(RunError, match=r"cannot be read as a transformers model: .*`num_hidden_layers` \(9\) must"):
+        describe_policy(str(folder), None)

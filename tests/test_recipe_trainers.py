@@ -21,7 +21,7 @@ from experiments.planning.architectures import FOLDER
 from experiments.train import lora_config, trainer_config
 from otb.records import RunDirectory
 from tests.support.commands import ROOT
-from tests.test_recipes import RECIPES, composed, runs_of
+from tests.support.recipes import RECIPES, composed, runs_of
 
 CARDS = OmegaConf.load(ROOT / "conf" / "plan.yaml").cards
 FOR_GPUS = sorted(name for name in RECIPES if name.startswith(("paper_", "small_")))

@@ -3,24 +3,16 @@
 import re
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from analysis.study import rates
 from experiments import hardware
 from experiments.sweeps.plan import plan
-from hydra_plugins.otb_launchers import Sweeper
 from tests.support.commands import ROOT
-
-RECIPES = {path.stem: path for path in sorted((ROOT / "conf" / "experiment").glob("*.yaml"))}
-
-
-def composed(*overrides: str):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", overrides=list(overrides), return_hydra_config=True)
+from tests.support.recipes import RECIPES, composed, runs_of
 
 
 def written(recipe: str) -> dict:
@@ -35,14 +27,6 @@ def leaves(node: dict, prefix: str = "") -> dict:
         name = f"{prefix.rstrip('.')}[{key}]" if "." in key else f"{prefix}{key}"  # an axis such as schedule.floor
         flat |= leaves(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
-
-
-def runs_of(cfg) -> list[list[str]]:
-    """The overrides of every run that `-m experiment=RECIPE` makes."""
-    params = OmegaConf.to_container(cfg.hydra.sweeper.params)
-    overrides = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in params.items()])
-    (batch,) = Sweeper.split_arguments(overrides, None)
-    return batch
 
 
 def test_there_are_recipes():

@@ -16,9 +16,9 @@ from otb.baselines.rloo import rloo
 from otb.errors import RunError
 from otb.loss_inputs import response_mask
 from tests.support import trainers
+from tests.support.recipes import composed
 from tests.support.tool_trainers import FakeSandbox, ScriptedTrainer, answer, call
 from tests.support.trainers import log_probs_of, naive_otb_advantages, recorded
-from tests.test_recipes import composed
 
 MISMATCH = {"log_ppl_abs_diff_mean", "mismatch_kl", "mismatch_k3", "mismatch_chi2_token", "mismatch_chi2_seq"}
 

@@ -18,8 +18,8 @@ from otb.baselines.rloo import rloo
 from otb.errors import RunError
 from otb.schedules import LengthTriggeredDecay
 from tests.support import trainers
+from tests.support.recipes import composed
 from tests.support.trainers import byte_reward, config, dataset
-from tests.test_recipes import composed
 
 
 def seen(schedule: LengthTriggeredDecay, lengths, first: int = 0) -> LengthTriggeredDecay:

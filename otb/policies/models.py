@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -54,6 +55,8 @@ def describe_policy(
         tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, padding_side="left")
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(place, revision, error) from error
+    except StrictDataclassError as error:  # a configuration that contradicts itself; its first line is a heading
+        raise _unreadable(place, revision, ValueError(str(error).rpartition("\n")[2].strip())) from error
     set_chat_template(tokenizer, chat_template, name)
     stop_at_end_of_turn(tokenizer)
     return tokenizer, config

@@ -1,0 +1,23 @@
+"""Recipes of conf/experiment and what else is composed, as Hydra composes it for a run."""
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from hydra_plugins.otb_launchers import Sweeper
+from tests.support.commands import ROOT
+
+RECIPES = {path.stem: path for path in sorted((ROOT / "conf" / "experiment").glob("*.yaml"))}
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", overrides=list(overrides), return_hydra_config=True)
+
+
+def runs_of(cfg) -> list[list[str]]:
+    """The overrides of every run that `-m experiment=RECIPE` makes."""
+    params = OmegaConf.to_container(cfg.hydra.sweeper.params)
+    overrides = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in params.items()])
+    (batch,) = Sweeper.split_arguments(overrides, None)
+    return batch
