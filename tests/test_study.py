@@ -14,6 +14,7 @@ from analysis.study import collapses, methods, rates, report, rows, verdicts
 from analysis.study import noise as kept_noise
 from analysis.study.__main__ import main
 from analysis.study.verdicts import NOT_SUPPORTED, SUPPORTED, UNDECIDED
+from analysis.style import plt
 from experiments import study, study_noise
 from experiments.checks import check
 from experiments.command_line import CONF
@@ -450,25 +451,36 @@ def with_method(varied: str, final: float, **given) -> list[dict]:
 
 def test_methods_are_compared_with_off_seed_by_seed():
     made = [*with_method("improvement=none", 0.8), *with_method("improvement=pipo", 0.85)]
-    table = pd.DataFrame(made).assign(seconds_step=[1.0] * 5 + [1.5] * 5)
-    found = methods.comparison(table, "improvement=none").set_index("variant")
+    found = methods.comparison(pd.DataFrame(made), "improvement=none").set_index("variant")
     pipo = found.loc["improvement=pipo"]
-    assert pipo.difference == pytest.approx(
-        0.0375
-    )  # of the last two of three evaluations, .6 and .8 against .625 and .85
+    # of the last two of three evaluations, .6 and .8 against .625 and .85
+    assert pipo.difference == pytest.approx(0.0375)
     assert pipo.difference_low == pytest.approx(pipo.difference_high)  # the same spread over seeds in both
-    assert pipo.step_ratio == 1.5 and pipo.seeds == 5 and pipo.collapsed == 0
+    assert (pipo.own_tokens, pipo.seeds, pipo.collapsed) == (20_000, 5, 0)
     assert np.isnan(found.difference["improvement=none"])
 
 
 def test_the_page_of_methods_has_a_table_and_a_figure_per_recipe_that_has_rows(tmp_path):
     made = [*with_method("improvement=none", 0.8), *with_method("improvement=pipo", 0.85)]
-    rows_of = {"neighbours_improvement": pd.DataFrame(made).assign(seconds_step=1.0)}
+    rows_of = {"neighbours_improvement": pd.DataFrame(made)}
     methods.write_methods(rows_of, tmp_path)
     page = (tmp_path / "comparison.md").read_text()
     assert "Improvement updates" in page and "Token weights" not in page and "`improvement=pipo`" in page
     assert (tmp_path / "figures" / "neighbours_improvement.png").stat().st_size > 5000
     assert methods.write_methods({}, tmp_path / "none") == [] and not (tmp_path / "none").exists()
+
+
+def test_a_figure_of_methods_has_a_row_for_each_learning_rate():
+    made = [
+        run
+        for rate in (2e-4, 2e-3)
+        for varied in ("schedule.floor=1.0", "schedule.floor=0.1")
+        for run in with_method(varied, 0.8, rate=rate)
+    ]
+    ((ax,),) = methods.drawing(methods.comparison(pd.DataFrame(made), "schedule.floor=1.0"), "title")
+    named = [text.get_text() for text in ax.get_yticklabels()]
+    assert [name.rpartition(", ")[2] for name in named] == ["learning rate 0.002", "learning rate 0.0002"]
+    plt.close(ax.figure)
 
 
 def test_what_a_recipe_varies_beside_the_usual_columns_is_kept_with_its_runs():

@@ -41,19 +41,19 @@ HEAD = """\
 
 Written by `python -m analysis.study report` from `docs/study/rows/neighbours_*.csv`, a row per run; `python
 experiments/study.py NAME` runs what has no row. Final accuracy is the mean of the last two evaluations; differences are
-paired by seed; interquartile means with 95 % intervals over seeds. The tiny policy on a CPU.
+paired by seed; interquartile means with 95 % intervals over seeds; own tokens are the median run's. The tiny policy on
+a CPU. What a step costs is in [the page of the methods](../neighbours.md): these runs shared two cores with other work.
 """
 
 
 def comparison(rows: pd.DataFrame, off: str) -> pd.DataFrame:
-    """Returns a row per task, baseline, learning rate and variant: final accuracy, difference to off, collapses, cost.
+    """Returns a row per task, baseline, learning rate and variant: final accuracy, difference to off, tokens.
 
     rows: of one recipe. off: the variant that the others are compared with.
     """
     found = []
     for (task, baseline, rate), part in rows.groupby(["task", "baseline", "learning_rate"], sort=False):
         finals = {str(name): finals_of(of_variant) for name, of_variant in part.groupby("varied")}
-        seconds = part.groupby("varied").seconds_step.median()
         for name, of_variant in part.groupby("varied"):
             name = str(name)
             against = difference(finals[name], finals[off]) if name != off and off in finals else None
@@ -62,7 +62,6 @@ def comparison(rows: pd.DataFrame, off: str) -> pd.DataFrame:
                 | columns("final", bootstrap([list(finals[name].values())], iqm, bounds=(0, 1)))
                 | (columns("difference", against) if against else {})
                 | {"collapsed": int(stability_table(steps_table(of_variant)).collapsed.sum())}
-                | {"step_ratio": seconds[name] / seconds[off] if off in seconds else np.nan}
                 | {"own_tokens": float(np.median([numbers(cell)[-1] for cell in of_variant.own_tokens_total]))}
             )
     return pd.DataFrame(found)
@@ -95,7 +94,7 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
             "final accuracy": text(row, "final"),
             "minus off": text(row, "difference"),
             "collapsed": row.collapsed,
-            "seconds a step / off": f"{row.step_ratio:.2f}",
+            "own tokens": f"{row.own_tokens / 1e3:.0f}k",
         }
         for _, row in table.iterrows()
     )
@@ -108,7 +107,11 @@ def drawing(table: pd.DataFrame, title: str):
         Array of axes.
     """
     drawn = table[table.difference.notna()]
-    names = [f"{row.variant}, {label(row.baseline)}" for _, row in drawn.iterrows()]
+    several = drawn.learning_rate.nunique() > 1
+    rates = [f", learning rate {rate:g}" if several else "" for rate in drawn.learning_rate]
+    names = [
+        f"{row.variant}, {label(row.baseline)}{rate}" for (_, row), rate in zip(drawn.iterrows(), rates, strict=True)
+    ]
     places = {name: place for place, name in enumerate(reversed(list(dict.fromkeys(names))))}
     tasks = list(dict.fromkeys(drawn.task))
     _, axes = figure(len(tasks), PAGE, 0.24 * len(places) + 1.2, sharey=True, squeeze=False)
