@@ -59,10 +59,20 @@ def check_this_machine(cfg: DictConfig) -> None:
             f"parallel={cfg.parallel.name} divides the policy over GPUs, and no GPU is to be used here; it would train "
             "as plain data parallelism instead. Use parallel=ddp, or a machine with GPUs."
         )
+    refuse_vllm_without_gpu(cfg, gpus)
     if "WORLD_SIZE" not in os.environ and cfg.gpus is None and len(gpus) > 1:
         raise RunError(
             f"{len(gpus)} GPUs are visible to one process, among which torch would split its batches unasked. Use "
             f"gpus={len(gpus)} for all of them, or CUDA_VISIBLE_DEVICES=0 for one."
+        )
+
+
+def refuse_vllm_without_gpu(cfg: DictConfig, gpus: list[str]) -> None:
+    """Raises RunError for vLLM in processes that use none of the GPUs."""
+    if cfg.rollouts_by.name == "vllm" and not gpus:
+        raise RunError(
+            "rollouts_by=vllm samples on the GPUs that train, and none is to be used here: on a processor vLLM packs "
+            "its weights, and those of the trainer never reach it. Use rollouts_by=hf, or a machine with GPUs."
         )
 
 

@@ -448,6 +448,7 @@ def test_a_run_with_python_is_evaluated_with_python_and_its_own_limits(tmp_path)
 
 def test_one_vllm_serves_sets_with_python_or_without(monkeypatch):
     monkeypatch.setattr("experiments.hardware.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("experiments.hardware.visible_gpus", lambda: ["0"])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for tasks in ("[gsm8k_tools,math_lvl3to5_tools]", "[aime24,amc23]"):
         planned(f"tasks={tasks}", "rollouts_by=vllm")

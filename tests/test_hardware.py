@@ -89,6 +89,13 @@ def test_sharding_without_a_gpu_is_refused_where_it_would_run_and_not_where_it_i
         check(composed("parallel=fsdp2"))
 
 
+def test_vllm_without_a_gpu_is_refused_where_it_would_run_and_not_where_it_is_planned(machine):
+    machine(gpus=0, packages=("vllm",))
+    check(composed("rollouts_by=vllm"), processes=8)
+    with pytest.raises(RunError, match="rollouts_by=vllm samples on the GPUs that train, and none is to be used here"):
+        check(composed("rollouts_by=vllm"))
+
+
 def test_gpus_starts_the_processes_by_torchrun(machine, monkeypatch):
     machine(gpus=8)
     started = []
