@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -31,6 +32,7 @@ PARITY = SHORT | {"task._target_": "tests.support.parity_task.Parity", "task.max
 ONE_PROMPT = PARITY | {"task.train_prompts": 1, "prompts_per_step": 1, "group_size": 8, "learning_rate": 0.05}
 TOOLS = SHORT | {"task": "arithmetic_tools", "sandbox": "unsafe_subprocess", "steps": 2}
 SHARDED = PARITY | {"model.dtype": "bfloat16", "learning_rate": 0.01, "rollouts_by.sleep": "false"}
+SHARED_MEMORY = Path("/dev/shm")
 CLIP = 1.005  # of the ratios, so close to 1 that some must be clipped
 REPLY = "\n<|im_start|>user\n<tool_response>5</tool_response><|im_end|>\n<|im_start|>assistant\n"  # to CALL
 BAND = (0.5, 1.0005)  # of a rollout's geometric mean ratio: about half of them have a larger one
@@ -118,10 +120,12 @@ def test_two_processes_that_share_a_copy_of_the_policy_draw_the_same_tokens(vllm
     """Each draws those of both; with other tokens they would wait for each other forever. An evaluation in it too."""
     values = PARITY | {"rollouts_by.tensor_parallel": 2, "rollouts_by.sleep": "false", "learning_rate": 0.01}
     values |= {"trainer.use_cpu": "true", "model.name": policies["seed 0"], "runs_dir": tmp_path / "runs"}
-    process = started(
-        vllm_python, "vllm_run", [f"{key}={value}" for key, value in values.items()], tmp_path / "log", {}
-    )
-    assert process.wait(PATIENCE_SECONDS) == 0, (tmp_path / "log").read_text()[-3000:]
+    given, before = [f"{key}={value}" for key, value in values.items()], set(SHARED_MEMORY.glob("*cpushm*"))
+    process = started(vllm_python, "vllm_run", given, tmp_path / "log", {})
+    code = process.wait(PATIENCE_SECONDS)
+    for left in set(SHARED_MEMORY.glob("*cpushm*")) - before:
+        left.unlink()
+    assert code == 0, (tmp_path / "log").read_text()[-3000:]
     run = the_run(tmp_path / "runs")
     metrics, evaluations = rows(run / "metrics.jsonl"), rows(run / "evaluations.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3] and [row["step"] for row in evaluations] == [0, 2, 3]

@@ -20,11 +20,12 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # it would bind the threads of all processes to one core
 
 from vllm import LLM
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
 from vllm.model_executor.layers import utils
 
 from otb.trainer import OTBTrainer
 
-vllms_own, drop_mismatched = LLM.__init__, OTBTrainer._drop_mismatched
+vllms_own, drop_mismatched, vllms_name = LLM.__init__, OTBTrainer._drop_mismatched, SharedMemory.make_group_name
 
 
 def keep_linear_weights(layer, remove_weight=False) -> None:
@@ -36,6 +37,10 @@ def init(self, *args, **options) -> None:
     print(f"vLLM loads {options['model']} and samples in {self.llm_engine.vllm_config.model_config.dtype}", flush=True)
 
 
+def own_name(group) -> str:
+    return f"/{os.environ['MASTER_PORT']}{vllms_name(group).lstrip('/')}"
+
+
 def keep_and_drop(self, output, low, high) -> None:
     torch.save(output["sampling_per_token_logps"], f"{self.args.output_dir}/sampled-{self.state.global_step + 1}.pt")
     drop_mismatched(self, output, low, high)
@@ -44,6 +49,8 @@ def keep_and_drop(self, output, low, high) -> None:
 hardware.refuse_vllm_without_gpu = lambda cfg, gpus: None  # what it refuses is mended here
 utils.dispatch_cpu_unquantized_gemm = keep_linear_weights
 LLM.__init__ = init
+# Processes that share a copy of the policy name their memory alike in every run, and leave it behind.
+SharedMemory.make_group_name = staticmethod(own_name)
 OTBTrainer._drop_mismatched = keep_and_drop
 
 if __name__ == "__main__":
