@@ -7,8 +7,11 @@ torch.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from filelock import FileLock
 
 from otb.errors import RunError, first_line, unwritable
 from otb.files import whole_folder
@@ -52,6 +55,16 @@ def base_of(folder: Path) -> Base | None:
             f"adapter needs the weights that it was trained on. Restore them, or write where they are into {file}."
         )
     return base
+
+
+def made_once(folder: Path, make: Callable[[], None]) -> Path:
+    """Returns `folder`, written by `make` where it is not there: by one of the processes that ask, the others wait."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                make()
+    return folder
 
 
 def write_policy(folder: Path, model, tokenizer, record: dict) -> None:

@@ -12,13 +12,12 @@ import warnings
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from otb.errors import first_line
 from otb.files import sha256_of
-from otb.policies.folders import ADAPTER, write_policy
+from otb.policies.folders import ADAPTER, made_once, write_policy
 from otb.policies.warm_start import default_cache_dir
 
 FILES = (ADAPTER, "adapter_model.*", "tokenizer*", "chat_template*")  # of the adapter's folder, what is read
@@ -28,32 +27,25 @@ def merged(folder: Path, base: str, revision: str | None, base_facts: dict) -> P
     """Returns the folder with base and adapter in one and their tokenizer, made if no cache holds it.
 
     folder: of the adapter. base, revision: of its base, a folder or hub id. base_facts: what `model_facts` says of it.
-    The cache goes by hashes of both. However many processes ask at once, one merges and the others wait. Raises
-    ValueError where they do not go together, RunError where the cache cannot be written.
+    The cache goes by hashes of both. Raises ValueError where they do not go together, RunError where the cache cannot
+    be written.
     """
     files = sorted(file for pattern in FILES for file in folder.glob(pattern))
     record = {"adapter": str(folder), "sha256": {file.name: sha256_of(file) for file in files}, "base": base_facts}
     digest = hashlib.sha256(json.dumps([record["sha256"], base_facts], sort_keys=True).encode()).hexdigest()
     merged = default_cache_dir() / f"adapter-{folder.name}-{digest[:16]}"
-    if merged.exists():
-        return merged
-    merged.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{merged}.lock"):
-        if not merged.exists():
-            try:
-                model, tokenizer = _load(folder, base, revision)
-            except Exception as error:  # peft raises whatever the weights of another model lead it to
-                raise ValueError(f"{type(error).__name__}: {first_line(error)}") from error
-            write_policy(merged, model, tokenizer, record)
-    return merged
+    return made_once(merged, lambda: write_policy(merged, *_load(folder, base, revision), record))
 
 
 def _load(folder: Path, base: str, revision: str | None):
     """Returns model and tokenizer of an adapter: the tokenizer beside it, or where there is none that of the base."""
     own = (folder / "tokenizer_config.json").exists()
-    tokenizer = AutoTokenizer.from_pretrained(folder if own else base, revision=None if own else revision)
-    model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=torch.float32)
-    with warnings.catch_warnings():
-        # else weights that the file lacks would stay what they are drawn as: those of the base
-        warnings.filterwarnings("error", message=".*missing adapter keys")
-        return PeftModel.from_pretrained(model, folder).merge_and_unload(), tokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder if own else base, revision=None if own else revision)
+        model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=torch.float32)
+        with warnings.catch_warnings():
+            # else weights that the file lacks would stay what they are drawn as: those of the base
+            warnings.filterwarnings("error", message=".*missing adapter keys")
+            return PeftModel.from_pretrained(model, folder).merge_and_unload(), tokenizer
+    except Exception as error:  # peft raises whatever the weights of another model lead it to
+        raise ValueError(f"{type(error).__name__}: {first_line(error)}") from error

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 import tokenizers
 import torch
 import transformers
-from filelock import FileLock
 
 from otb.files import whole_folder
+from otb.policies.folders import made_once
 from otb.policies.tiny_policy import build_model, build_tokenizer, model_config
 
 if TYPE_CHECKING:
@@ -90,22 +90,19 @@ def warm_start(
     the number of cores.
     """
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    key = recipe_key(task, recipe)
-    folder = cache / f"{task.name}-{key}"
-    if folder.exists():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{folder.name}.lock"):
-        if not folder.exists():
-            tokenizer = build_tokenizer()
-            with _one_thread():
-                model = train(build_model(tokenizer, recipe.seed), tokenizer, task, recipe, progress)
-            with whole_folder(folder) as partial:
-                model.save_pretrained(partial)
-                tokenizer.save_pretrained(partial)
-                record = {"task": task.name, **asdict(recipe)}
-                (partial / "warm_start.json").write_text(json.dumps(record, indent=2) + "\n")
-    return folder
+    folder = cache / f"{task.name}-{recipe_key(task, recipe)}"
+
+    def make() -> None:
+        tokenizer = build_tokenizer()
+        with _one_thread():
+            model = train(build_model(tokenizer, recipe.seed), tokenizer, task, recipe, progress)
+        with whole_folder(folder) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            record = {"task": task.name, **asdict(recipe)}
+            (partial / "warm_start.json").write_text(json.dumps(record, indent=2) + "\n")
+
+    return made_once(folder, make)
 
 
 def recipe_key(task: DemonstratedTask, recipe: WarmStart) -> str:
