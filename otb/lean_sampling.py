@@ -1,10 +1,10 @@
-"""Samples with transformers' generate in stages, so that rollouts which have ended cost nothing more.
+"""Samples with a decoding loop of its own inside transformers' generate: rollouts that have ended cost nothing more.
 
-generate goes on with every row of its batch until the last one ends: where the longest response has 64 tokens and the
-mean one 25, most rows of most forwards are of no use. Here it stops once a third of them have ended and goes on with
-the others and their cache. Prompts that stand next to each other and are equal, as those of a group are, are read once.
-The distribution is that of one generate; the random numbers are drawn in another order. Every stage is a call of its
-own, so that models and options which would notice are left to one call.
+generate's own loop goes on with every row of its batch until the last one ends: where the longest response has 64
+tokens and the mean one 25, most rows of most forwards are of no use. Here rows that have ended leave the batch and its
+cache, prompts that stand next to each other and are equal, as those of a group are, are read once, and a token costs
+one random number rather than one for each entry of the vocabulary. The distribution is that of generate; the random
+numbers are others. Models and options that would notice are left to generate's own loop.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-ENDED_SHARE = 1 / 3  # of the rows of a stage, after which the next one begins
-FEWEST = 8  # rows that must have ended: a stage costs as much as two tokens of a small model
-SHARED_TOKENS = 2048  # of prompts that would be read again; below it, reading them once costs more than it saves
-# Options that see a row's tokens or their number, or nothing of the sort: the same in one call and in several.
-SAME_IN_STAGES = frozenset(
+ENDED_SHARE = 1 / 8  # of the rows of a batch, which leave it together: taking rows out copies the cache of the others
+# Options that see a row's tokens or their number, or nothing of the sort: the same whatever rows stand beside it.
+ROW_BY_ROW = frozenset(
     {
         *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-        *("repetition_penalty", "no_repeat_ngram_size", "min_length", "max_length", "max_new_tokens"),
-        *("suppress_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "renormalize_logits"),
+        *("no_repeat_ngram_size", "min_length", "min_new_tokens", "max_length", "max_new_tokens"),
+        *("suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
+        *("eos_token_id", "pad_token_id", "bos_token_id", "renormalize_logits"),
         *("remove_invalid_values", "disable_compile", "transformers_version", "_from_model_config"),
     }
 )
 # What an option is where it does nothing. 1 is neutral for factors and counts of what is otherwise one.
 NEUTRAL: tuple = (None, False, 0, [], {})
-FACTORS = frozenset({"num_beams", "num_return_sequences", "guidance_scale", "encoder_repetition_penalty"})
+FACTORS = frozenset(
+    {"repetition_penalty", "num_beams", "num_return_sequences", "guidance_scale", "encoder_repetition_penalty"}
+)
 
 
 @contextmanager
-def sampling_in_stages(model: Any) -> Iterator[None]:
-    """Makes `model.generate` sample in stages inside, where the model and its options allow it."""
+def lean_sampling(model: Any) -> Iterator[None]:
+    """Makes `model.generate` sample with the loop below inside, where the model and its options allow it."""
     before = vars(model).get("generate")
-    model.generate = partial(generate_in_stages, model, model.generate)
+    model.generate = partial(generate, model, model.generate)
     try:
         yield
     finally:
@@ -51,9 +52,9 @@ def sampling_in_stages(model: Any) -> Iterator[None]:
             model.generate = before
 
 
-def generate_in_stages(
+def generate(
     model: Any,
-    generate: Callable,
+    of_model: Callable,
     input_ids: Tensor,
     attention_mask: Tensor,
     generation_config: GenerationConfig,
@@ -61,55 +62,32 @@ def generate_in_stages(
 ) -> Tensor:
     """Samples a response to each row of input_ids (B, L), whose padding is on the left. -> ids (B, L + longest).
 
-    generate: that of the model. What cannot be cut into stages goes to it as it is.
+    of_model: the model's generate. What the loop cannot do goes to it as it is.
     """
-    if options or not same_in_stages(generation_config, model.generation_config) or not can_be_cut(model):
-        return generate(
-            input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **options
-        )
-    config = copy.copy(generation_config)
-    config.return_dict_in_generate = True
-    ends = torch.tensor(generation_config.eos_token_id, device=input_ids.device).reshape(-1)
-    width = input_ids.size(1)
-    sampled = input_ids.new_full((len(input_ids), width + config.max_new_tokens), config.pad_token_id)
-    rows, ids, mask = torch.arange(len(input_ids), device=input_ids.device), input_ids, attention_mask
-    cache = read_once(generate, config, ids, mask)
-    while True:
-        config.max_new_tokens = width + generation_config.max_new_tokens - ids.size(1)
-        enough = EnoughEnded(ends, max(FEWEST, int(len(rows) * ENDED_SHARE)))
-        result = generate(
-            input_ids=ids, attention_mask=mask, generation_config=config, past_key_values=cache,
-            stopping_criteria=[enough],
-        )  # fmt: skip
-        new, cache = result.sequences, result.past_key_values
-        longest = new.size(1)
-        sampled[rows, :longest] = new
-        kept = (~torch.isin(new[:, ids.size(1) :], ends).any(1)).nonzero().squeeze(1)
-        if longest == sampled.size(1) or not len(kept):
-            return sampled[:, :longest]
-        cache.batch_select_indices(kept)
-        ids, rows = new[kept], rows[kept]
-        mask = torch.cat([mask[kept], mask.new_ones(len(kept), longest - mask.size(1))], dim=1)
+    given = dict(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **options)
+    if options or not row_by_row(generation_config, model.generation_config) or not can_lose_rows(model):
+        return of_model(**given)
+    return of_model(**given, custom_generate=sample)
 
 
-def same_in_stages(config: GenerationConfig, of_model: GenerationConfig) -> bool:
-    """Tells whether several calls of generate do what one does, as far as options say.
+def row_by_row(config: GenerationConfig, of_model: GenerationConfig) -> bool:
+    """Tells whether the options let a row be sampled without the others, by the loop below.
 
     of_model: the model's own configuration, from which generate fills in what `config` leaves open.
     """
     merged = copy.deepcopy(config)
     merged.update(**of_model.to_dict(), defaults_only=True)
     changed = merged.to_diff_dict()
-    counts_calls = {
+    others = {
         name
         for name, value in changed.items()
-        if name not in SAME_IN_STAGES and value not in NEUTRAL and not (name in FACTORS and value == 1)
+        if name not in ROW_BY_ROW and value not in NEUTRAL and not (name in FACTORS and value == 1)
     }
-    ends = config.eos_token_id is not None and config.max_new_tokens is not None
-    return ends and merged.use_cache is not False and not counts_calls - {"use_cache"}
+    ends = None not in (config.eos_token_id, config.pad_token_id, config.max_new_tokens)
+    return ends and merged.use_cache is not False and not others - {"use_cache"}
 
 
-def can_be_cut(model: Any) -> bool:
+def can_lose_rows(model: Any) -> bool:
     """Tells whether rows can be taken out of the model's cache, and nothing else in it remembers the batch."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return False  # its cache is longer than the ids
@@ -122,31 +100,68 @@ def can_be_cut(model: Any) -> bool:
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def read_once(generate: Callable, config: GenerationConfig, ids: Tensor, mask: Tensor) -> Any:
-    """Returns a cache of all but the last token of each prompt, made of the different ones alone.
+def sample(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Callable,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    **inputs,
+) -> Tensor:
+    """Samples as generate's own loop does, which calls it in its place. -> ids (B, L + longest).
 
-    It returns None unless every prompt stands as often as every other, next to its copies, and enough is saved.
-    generate is made to sample one token, which is dropped: it alone knows how the model wants its positions.
+    inputs: what generate has prepared for the model, its empty cache, too.
     """
-    different, counts = torch.unique_consecutive(torch.cat([ids, mask], dim=1), dim=0, return_counts=True)
-    saved = (len(ids) - len(different)) * ids.size(1)
-    if saved < SHARED_TOKENS or ids.size(1) < 2 or not counts.eq(counts[0]).all() or not mask[:, :-1].any(1).all():
-        return None
-    one_token = copy.copy(config)
-    one_token.max_new_tokens = 1
-    ids, mask = different[:, : ids.size(1)], different[:, ids.size(1) :]
-    read = generate(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], generation_config=one_token)
-    read.past_key_values.batch_repeat_interleave(int(counts[0]))
-    return read.past_key_values
+    pad = generation_config.pad_token_id
+    whole = input_ids.new_full((len(input_ids), stopping_criteria.max_length), pad)
+    whole[:, : input_ids.size(1)] = input_ids
+    rows, ids = torch.arange(len(input_ids), device=input_ids.device), input_ids
+    ended = torch.zeros_like(rows, dtype=torch.bool)
+    cache = inputs["past_key_values"]
+    copies = copies_of_each(ids, inputs.get("attention_mask"))
+    different = of_rows(inputs, rows[::copies], len(rows))
+    output = model(**model.prepare_inputs_for_generation(ids[::copies], is_first_iteration=True, **different))
+    cache.batch_repeat_interleave(copies)
+    logits = output.logits[:, -1].repeat_interleave(copies, 0)
+    while True:
+        tokens = chosen(logits_processor(ids, logits.float()), generation_config.do_sample)
+        tokens = tokens.masked_fill(ended, pad)
+        ids = torch.cat([ids, tokens[:, None]], dim=1)
+        whole[rows, ids.size(1) - 1] = tokens
+        ended = ended | stopping_criteria(ids, None)
+        if ended.all():
+            return whole[:, : ids.size(1)]
+        inputs = model._update_model_kwargs_for_generation(output, inputs)
+        if ended.sum() >= ENDED_SHARE * len(rows):
+            kept = (~ended).nonzero().squeeze(1)
+            cache.batch_select_indices(kept)
+            rows, ids, ended, inputs = rows[kept], ids[kept], ended[kept], of_rows(inputs, kept, len(rows))
+        output = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=1, **inputs))
+        logits = output.logits[:, -1]
 
 
-class EnoughEnded(StoppingCriteria):
-    """Stops all rows once `enough` of them have sampled one of the tokens `ends`."""
+def of_rows(inputs: dict[str, Any], rows: Tensor, count: int) -> dict[str, Any]:
+    """Returns the inputs of some rows of a batch of `count`; what is the same for all of them, the cache too, stays."""
+    each = {name for name, value in inputs.items() if isinstance(value, Tensor) and len(value) == count}
+    return {name: value[rows] if name in each else value for name, value in inputs.items()}
 
-    def __init__(self, ends: Tensor, enough: int):
-        self.ends, self.enough = ends, enough
-        self._ended: Tensor | bool = False
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_) -> Tensor:
-        self._ended = self._ended | torch.isin(input_ids[:, -1], self.ends)
-        return (self._ended.sum() >= self.enough).expand(len(input_ids))
+def copies_of_each(ids: Tensor, mask: Tensor | None) -> int:
+    """Returns how often each prompt stands next to itself, the same for all; 1 where it differs."""
+    prompts = ids if mask is None else torch.cat([ids, mask], dim=1)
+    counts = torch.unique_consecutive(prompts, dim=0, return_counts=True)[1]
+    return int(counts[0]) if counts.eq(counts[0]).all() else 1
+
+
+def chosen(scores: Tensor, do_sample: bool) -> Tensor:
+    """Returns a token per row of scores (B, V): drawn from their softmax, or the likeliest. -> (B,)
+
+    It is drawn by inversion: the first token whose cumulative probability reaches a uniform number. That number is
+    never 0, so a token of probability 0 is never drawn.
+    """
+    if not do_sample:
+        return scores.argmax(-1)
+    precise = torch.float32 if scores.device.type == "mps" else torch.float64  # rare tokens keep their share
+    reached = scores.to(precise).softmax(-1).cumsum(-1)
+    uniform = 1 - torch.rand(len(scores), 1, dtype=reached.dtype, device=scores.device)
+    return torch.searchsorted(reached, uniform * reached[:, -1:]).squeeze(1)

@@ -109,6 +109,17 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "_supports_default_dynamic_cache()",
             "asked: without such a cache no rows can be taken out",
         ),
+        Seam("transformers:GenerationMixin", "generate(*, custom_generate)", "called with a decoding loop of our own"),
+        Seam(
+            "transformers:GenerationMixin",
+            "prepare_inputs_for_generation(input_ids, *, next_sequence_length, is_first_iteration)",
+            "called: what the model wants for the next token",
+        ),
+        Seam(
+            "transformers:GenerationMixin",
+            "_update_model_kwargs_for_generation(outputs, model_kwargs)",
+            "called: the same inputs with one token more",
+        ),
         Seam("transformers:DynamicCache", "batch_select_indices(indices)", "takes the rows that have ended out"),
         Seam("transformers:DynamicCache", "batch_repeat_interleave(repeats)", "makes a group's rows of its prompt"),
     ),

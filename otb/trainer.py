@@ -64,7 +64,7 @@ from otb.baselines import StatefulBaseline
 from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
 from otb.improvement import PolicyImprovement
-from otb.lean_sampling import sampling_in_stages
+from otb.lean_sampling import lean_sampling
 from otb.lean_trainer import CHUNKS, LeanTrainer, chunks, in_order
 from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, token_weight_metrics
@@ -364,7 +364,7 @@ class OTBTrainer(LeanTrainer):
     def _lean_sampling(self) -> AbstractContextManager:
         if not getattr(self.args, "lean_steps", False) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return nullcontext()
-        return sampling_in_stages(self.accelerator.unwrap_model(self.model))
+        return lean_sampling(self.accelerator.unwrap_model(self.model))
 
     def _drop_mismatched(self, output: dict, low: float, high: float) -> None:
         """Takes the rollouts of which the geometric mean ratio leaves the band out of the loss and of all sums.

@@ -17,7 +17,7 @@ from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.none import none
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
-from otb.lean_sampling import SHARED_TOKENS, generate_in_stages, sampling_in_stages
+from otb.lean_sampling import chosen, generate, lean_sampling, sample
 from otb.lean_trainer import chunks, in_order, is_noisy, learning_rows
 from otb.tasks.arithmetic import Arithmetic
 from tests.support.trainers import recorded
@@ -46,7 +46,7 @@ def rows_read(monkeypatch) -> dict[bool, int]:
 
 @pytest.fixture
 def same_rollouts(monkeypatch) -> None:
-    monkeypatch.setattr(otb_trainer, "sampling_in_stages", lambda model: nullcontext())
+    monkeypatch.setattr(otb_trainer, "lean_sampling", lambda model: nullcontext())
 
 
 own_tail = partial(otb, tail="own")  # without it the last tokens of a group's longest rollout always have an advantage
@@ -154,7 +154,7 @@ def test_an_advantage_of_nan_learns_and_one_on_padding_does_not():
     assert learning_rows(batch | {"advantages": torch.zeros(3)}).tolist() == [False, True, False]  # the shortest
 
 
-# ---- sampling in stages
+# ---- sampling
 
 
 ENDS = list(range(0, 480, 16))  # tokens that end a response: of random weights it is one in 16
@@ -204,7 +204,7 @@ def rows_of_forwards(chaotic, monkeypatch) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("copies", [1, 4, 32])
 @torch.no_grad()
-def test_stages_give_the_responses_of_one_generate(chaotic, rows_of_forwards, copies):
+def test_the_loop_gives_the_responses_of_generates_own(chaotic, rows_of_forwards, copies):
     """The most likely responses, so that no random number takes part; 32 copies of a prompt are read as one."""
     model, tokenizer = chaotic
     ids, mask = prompts_of(tokenizer, 96 // copies, copies)
@@ -212,11 +212,9 @@ def test_stages_give_the_responses_of_one_generate(chaotic, rows_of_forwards, co
     whole = model.generate(**options)
     plain = sum(rows * tokens for rows, tokens in rows_of_forwards)
     rows_of_forwards.clear()
-    staged = generate_in_stages(model, model.generate, **options)
-    assert torch.equal(staged, whole)
-    assert sum(rows * tokens for rows, tokens in rows_of_forwards) < 0.8 * plain
-    shared = (len(ids) - len(ids) // copies) * ids.size(1) >= SHARED_TOKENS
-    assert rows_of_forwards[0] == ((len(ids) // copies, ids.size(1) - 1) if shared else tuple(ids.shape))
+    assert torch.equal(generate(model, model.generate, **options), whole)
+    assert sum(rows * tokens for rows, tokens in rows_of_forwards) < 0.6 * plain
+    assert rows_of_forwards[0] == (len(ids) // copies, ids.size(1))
 
 
 @torch.no_grad()
@@ -226,7 +224,7 @@ def test_tokens_are_drawn_from_the_policy_also_after_rows_have_left(chaotic):
     ids, mask = prompts_of(tokenizer, 64, copies=8)
     config = configuration(tokenizer, do_sample=True, top_k=0, top_p=1.0, temperature=1.0)
     torch.manual_seed(0)
-    sampled = generate_in_stages(model, model.generate, input_ids=ids, attention_mask=mask, generation_config=config)
+    sampled = generate(model, model.generate, input_ids=ids, attention_mask=mask, generation_config=config)
     responses = sampled[:, ids.size(1) :]
     ended = torch.isin(responses, torch.tensor(ENDS)).int()
     own = (ended.cumsum(1) - ended) == 0
@@ -234,33 +232,68 @@ def test_tokens_are_drawn_from_the_policy_also_after_rows_have_left(chaotic):
     logits = model(sampled, attention_mask=torch.cat([mask, own.long()], 1), position_ids=positions).logits
     log_pi = logits[:, ids.size(1) - 1 : -1].log_softmax(-1)
     surprise = log_pi.gather(-1, responses.unsqueeze(-1)).squeeze(-1) - (log_pi.exp() * log_pi).sum(-1)
-    assert 0.1 < own[:, 24:].any(1).float().mean() < 0.7  # several stages, and many that go on
+    assert 0.1 < own[:, 24:].any(1).float().mean() < 0.7  # many have left, and many go on
     for late in (surprise[own], surprise[:, 24:][own[:, 24:]]):
         assert abs(late.mean()) < 4 * late.std() / len(late) ** 0.5
     assert (responses[~own] == tokenizer.pad_token_id).all()
 
 
-ONE_CALL = [  # each counts from the start of a call, or has no cache that rows can be taken out of
+def test_tokens_are_drawn_with_their_probabilities_and_never_where_these_are_zero():
+    """Frequencies of 200,000 draws; the vocabulary's first and last tokens are among those that cannot be drawn."""
+    probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.19, 0.0099, 0.0001, 0.0])
+    torch.manual_seed(0)
+    tokens = chosen(probabilities.log().expand(200_000, -1), do_sample=True)
+    counts = torch.bincount(tokens, minlength=8)
+    spread = (200_000 * probabilities * (1 - probabilities)).sqrt()
+    assert ((counts - 200_000 * probabilities).abs() <= 4 * spread).all()
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53], ids=["least", "most"])
+def test_the_ends_of_the_random_numbers_range_draw_tokens_that_can_be_drawn(monkeypatch, number):
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.full(size, number, dtype=options["dtype"]))
+    scores = torch.full((1, 1000), -torch.inf)
+    scores[:, 10:990] = torch.randn(1, 980)
+    assert chosen(scores, do_sample=True).item() == (989 if number == 0 else 10)
+
+
+COUNTING = [  # of a row's own tokens, from the start of its response
+    {"min_new_tokens": 6},
+    {"begin_suppress_tokens": list(range(0, 480, 3))},
+    {"exponential_decay_length_penalty": (2, 1.5)},
+]
+
+
+@pytest.mark.parametrize("option", COUNTING, ids=lambda option: next(iter(option)))
+@torch.no_grad()
+def test_options_that_count_tokens_count_those_of_a_row(chaotic, option):
+    model, tokenizer = chaotic
+    ids, mask = prompts_of(tokenizer, 24, copies=2)
+    config = configuration(tokenizer, do_sample=False, **option)
+    given = dict(input_ids=ids, attention_mask=mask, generation_config=config)
+    whole, plain = model.generate(**given), configuration(tokenizer, do_sample=False)
+    assert not torch.equal(whole, model.generate(input_ids=ids, attention_mask=mask, generation_config=plain))
+    assert torch.equal(generate(model, model.generate, **given), whole)
+
+
+OWN_LOOP = [  # each looks at the batch or at time, or has no cache that rows can be taken out of
     {"stop_strings": ["3"]},
     {"num_beams": 2},
     {"use_cache": False},
     {"cache_implementation": "static"},
-    {"min_new_tokens": 6},
-    {"begin_suppress_tokens": [7]},
-    {"exponential_decay_length_penalty": (2, 1.5)},
     {"guidance_scale": 1.5},
+    {"repetition_penalty": 1.3},
     {"max_time": 1.0},
 ]
 
 
 @pytest.mark.parametrize("of_model", [False, True], ids=["asked for", "the model's own"])
-@pytest.mark.parametrize("option", ONE_CALL, ids=lambda option: next(iter(option)))
-def test_what_cannot_be_cut_into_stages_is_left_to_generate(chaotic, option, of_model):
+@pytest.mark.parametrize("option", OWN_LOOP, ids=lambda option: next(iter(option)))
+def test_what_looks_at_other_rows_is_left_to_generates_own_loop(chaotic, option, of_model):
     model, tokenizer = chaotic
     config, seen = configuration(tokenizer), []
     (model.generation_config if of_model else config).update(**option)
     given = dict(input_ids=torch.zeros(2, 3), attention_mask=torch.ones(2, 3), generation_config=config)
-    generate_in_stages(model, lambda **options: seen.append(options), **given)
+    generate(model, lambda **options: seen.append(options), **given)
     assert seen == [given]
 
 
@@ -278,7 +311,7 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @torch.no_grad()
-def test_models_whose_cache_has_no_rows_are_sampled_in_one_call_and_others_equally(kind):
+def test_models_whose_cache_has_no_rows_keep_generates_own_loop_and_others_sample_equally(kind):
     options, cut = ARCHITECTURES[kind]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
@@ -288,21 +321,21 @@ def test_models_whose_cache_has_no_rows_are_sampled_in_one_call_and_others_equal
     ids = torch.randint(3, 64, (8, 45)).repeat_interleave(8, 0)
     config = GenerationConfig(max_new_tokens=32, pad_token_id=0, eos_token_id=[2, 16, 30, 44, 58], do_sample=False)
     given = dict(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    whole, calls = model.generate(**given), []
+    whole, loops = model.generate(**given), []
 
-    def generate(**options):
-        calls.append(options)
-        return type(model).generate(model, **options)
+    def own(custom_generate=None, **options):
+        loops.append(custom_generate)
+        return model.generate(custom_generate=custom_generate, **options)
 
-    assert torch.equal(generate_in_stages(model, generate, **given), whole)
-    assert (len(calls) > 1) == cut
+    assert torch.equal(generate(model, own, **given), whole)
+    assert loops == [sample if cut else None]
 
 
 def test_a_generate_of_the_models_own_is_used_and_put_back(chaotic):
     model, tokenizer = chaotic
     seen = []
     model.generate = own = lambda **options: seen.append(options)
-    with sampling_in_stages(model):
+    with lean_sampling(model):
         model.generate(
             input_ids=torch.zeros(2, 3),
             attention_mask=torch.ones(2, 3),
