@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -35,7 +36,7 @@ def unpacked(name: str, revision: str | None, gguf_file: str) -> Path:
     return made_once(unpacked, lambda: write_policy(unpacked, *_load(path), record))
 
 
-def _load(path: Path):
+def _load(path: Path) -> tuple[Any, Any]:
     """Returns model and tokenizer of a GGUF file, the model free of what marks it as quantised.
 
     transformers refuses to save a model that it has dequantised, so its weights go into a new one.

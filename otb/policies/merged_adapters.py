@@ -10,6 +10,7 @@ import hashlib
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -37,7 +38,7 @@ def merged(folder: Path, base: str, revision: str | None, base_facts: dict) -> P
     return made_once(merged, lambda: write_policy(merged, *_load(folder, base, revision), record))
 
 
-def _load(folder: Path, base: str, revision: str | None):
+def _load(folder: Path, base: str, revision: str | None) -> tuple[Any, Any]:
     """Returns model and tokenizer of an adapter: the tokenizer beside it, or where there is none that of the base."""
     own = (folder / "tokenizer_config.json").exists()
     try:
