@@ -5,7 +5,8 @@ tokens up to y_t,
 
     h'_t = block(M [RMSNorm(h_t); RMSNorm(Emb(y_{t+1}))])        log pi_head(y_{t+2}) = log softmax(LMHead(h'_t) / T)
 
-with Emb and LMHead shared with the policy. otb/mtp_training.py trains it. Tensors in, tensors out.
+with Emb and LMHead shared with the policy. h_t is what the policy's LM head reads; a shipped head was trained on what
+the policy's final norm is given. otb/mtp_training.py trains the head. Tensors in, tensors out.
 """
 
 from __future__ import annotations

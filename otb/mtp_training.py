@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from otb.adapters import final_norm
 from otb.auxiliary import MultiTokenPrediction, refuse_architecture
 from otb.loss_inputs import per_position
 from otb.mtp import (
@@ -75,13 +76,17 @@ class MTPTraining(TrainerCallback):
         collected: list[Tensor] = []
         detached = not self.options.acts(self.trainer.state.global_step)
 
-        def read(_, __, result) -> None:
-            first, states = sum(map(len, collected)), result.last_hidden_state
+        def read(states: Tensor) -> None:
+            first = sum(map(len, collected))
             rows = slice(first, first + len(states))
             part = (ids[rows], attention_mask[rows], states, width, self.trainer.temperature, detached)
             collected.append(head_log_probs(self.head, self.causal, *part))
 
-        hook = self.causal.base_model.register_forward_hook(read)
+        backbone: Any = self.causal.base_model
+        if self.options.weights == "shipped":  # MiMo's was trained on what the final norm is given
+            hook = final_norm(backbone).register_forward_pre_hook(lambda _, inputs: read(inputs[0]))
+        else:
+            hook = backbone.register_forward_hook(lambda _, __, result: read(result.last_hidden_state))
         try:
             yield collected
         finally:

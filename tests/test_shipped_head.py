@@ -14,6 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMS
 from otb import OTBTrainer
 from otb.auxiliary import MultiTokenPrediction
 from otb.errors import RunError
+from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.mtp import MTPHead
 from otb.policies.mimo import HEAD, shipped_head
 from otb.policies.models import check_shipped_head, describe_policy
@@ -54,6 +55,7 @@ def mimo(tokenizer, tmp_path):
     trunk = Qwen2ForCausalLM(
         Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, tie_word_embeddings=False, **DIMENSIONS)
     )
+    nn.init.normal_(trunk.model.norm.weight, 0.5, 0.2)  # at 1, a norm of what it gives would give the same
     trunk.config._attn_implementation = "eager"
     head = Head(trunk.config)
     for parameter in head.parameters():
@@ -108,17 +110,46 @@ def test_a_shipped_head_computes_what_mimo_s_own_does(mimo, files):
     assert torch.allclose(found, theirs(states, embedded), atol=1e-5) and found.std() > 0.1
 
 
+def cross_entropy(model, head, output) -> float:
+    """-log pi of a head of MiMo's own per own token, row by row without padding; it reads what the last layer gives."""
+    kept: list = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    ids, attention_mask = prompts_with_responses(output)
+    sums, count = 0.0, 0
+    with torch.no_grad():
+        for row, mask, own in zip(ids, attention_mask.bool(), response_mask(output), strict=True):
+            tokens, responses = row[mask][None], int(own.sum())
+            model(tokens)
+            states = head(kept.pop()[:, :-2], model.get_input_embeddings()(tokens[:, 1:-1]))
+            log_probs = model.lm_head(states).log_softmax(-1).gather(-1, tokens[:, 2:, None])[0, -responses:, 0]
+            sums, count = sums - float(log_probs.sum()), count + responses
+    hook.remove()
+    return sums / count
+
+
+class Kept(OTBTrainer):
+    """Keeps the cross-entropy of MiMo's own head on the first batch, before the weights change."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        self.expected = self.expected or cross_entropy(self.plain, self.theirs, output)
+        return output
+
+
 def test_a_trainer_begins_with_the_shipped_head_and_trains_it(mimo, tokenizer, tmp_path):
+    """The head reads the states before the policy's final norm, as MiMo's does."""
     folder, theirs = mimo
     args = config(tmp_path, max_steps=2, num_iterations=2)
     auxiliary = MultiTokenPrediction("occ", weights="shipped")
-    trainer = OTBTrainer(
+    trainer = Kept(
         AutoModelForCausalLM.from_pretrained(folder), byte_reward, args, dataset(), processing_class=tokenizer,
         auxiliary=auxiliary,
     )  # fmt: skip
+    trainer.plain, trainer.theirs, trainer.expected = AutoModelForCausalLM.from_pretrained(folder), theirs, None
     projection = trainer._mtp.head.projection.weight
     assert projection.dtype == torch.float32 and torch.equal(projection, theirs.input_proj.weight)
     trainer.train()
+    assert trainer.state.log_history[0]["mtp_cross_entropy"] == pytest.approx(trainer.expected, rel=1e-4)
     assert not torch.equal(projection, theirs.input_proj.weight)
     assert trainer.state.log_history[1]["mtp_lambda"] != 0
 

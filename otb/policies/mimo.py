@@ -1,7 +1,8 @@
 """MiMo-7B (arXiv 2505.07608): Qwen2 with a multi-token-prediction head, for which transformers has no class.
 
 Importing this file makes transformers load it without code from the hub, as Qwen2, which drops the head's weights
-without a word; `shipped_head` reads them by hand. Names and order of the head's parts: vLLM's mimo_mtp.py.
+without a word; `shipped_head` reads them by hand. Names and order of the head's parts: vLLM's mimo_mtp.py; that it
+reads the states before the policy's final norm: vLLM's mimo.py, which takes that norm only before the LM head.
 """
 
 from __future__ import annotations
