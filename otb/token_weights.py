@@ -23,6 +23,8 @@ MEASURES = {
     "arca": "residuals",
 }
 OF_THE_BASE = frozenset({"log_ratios", "residuals"})  # measured against the same model with its adapter disabled
+# Starts of LoRA, or what their names begin with, that subtract the adapter's first product from the base.
+INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class TokenWeights:
@@ -171,11 +173,17 @@ def refuse_without_base(signal: str, lora: Any) -> None:
             "disabled, and there is no adapter. Use model.lora.r=16 (in a script peft_config=LoraConfig(...)), or "
             "token_weights=surprisal."
         )
-    bias = lora.get("bias", "none") if isinstance(lora, dict) else getattr(lora, "bias", "none")
-    if bias != "none":
+    fields = lora if isinstance(lora, dict) else vars(lora)
+    if (bias := fields.get("bias", "none")) != "none":
         raise ValueError(
             f"lora.bias={bias} trains biases of the base itself, which token_weights={signal} takes for what the "
             "adapter has not moved. Use lora.bias=none."
+        )
+    if str(start := fields.get("init_lora_weights", True)).lower().startswith(INTO_THE_BASE):
+        raise ValueError(
+            f"lora.init_lora_weights={start} takes what the adapter begins with out of the base's weights, so that "
+            f"without its adapter the model is not the one that training began with, which token_weights={signal} "
+            "compares with. Use lora.init_lora_weights=true."
         )
     if getattr(lora, "is_prompt_learning", False):
         raise ValueError(

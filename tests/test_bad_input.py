@@ -158,6 +158,10 @@ SETTINGS = {
     "model.lora.r=0": ("model.lora.r=0", "at least 1", "Try model.lora.r=16"),
     "token_weights=arca": ("token_weights=arca", "there is no adapter", "Use model.lora.r=16"),
     "token_weights=arca model.lora.r=4 model.lora.bias=all": ("lora.bias=all", "biases of the base", "lora.bias=none"),
+    "token_weights=divergence model.lora.r=4 model.lora.init_lora_weights=olora": (
+        "model.lora.init_lora_weights=olora",
+        "Use model.lora.init_lora_weights=true",
+    ),
     "token_weights.power=2": ("token_weights.power=2", "takes no options", "Add token_weights=arca"),
     "token_weights=surprisal token_weights.power=0": ("power=0", "must be above 0", "Try token_weights.power=1"),
     "token_weights=uniform trainer.loss_type=vespo baseline=rloo": ("vespo", "token_weights has one per", "Use 'dr_"),

@@ -230,6 +230,16 @@ def test_a_base_of_which_the_biases_are_trained_is_refused(lora):
         refuse_without_base("arca", lora)
 
 
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "OLoRA"])
+def test_an_adapter_that_begins_with_a_part_of_the_base_is_refused(start):
+    """peft subtracts that part: at the first step h would differ from the h of such a base by 13, and not by 0."""
+    for lora in ({"r": 4, "init_lora_weights": start}, LoraConfig(init_lora_weights=start)):
+        with pytest.raises(ValueError, match=f"lora.init_lora_weights={start} takes .* Use lora.init_lora_weights=tr"):
+            refuse_without_base("arca", lora)
+    for kept in (True, False, "gaussian", "orthogonal"):
+        refuse_without_base("arca", LoraConfig(init_lora_weights=kept))
+
+
 def test_an_adapter_with_positions_of_its_own_is_refused():
     from peft import PromptTuningConfig
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import METHODS, build, is_off
@@ -66,4 +68,4 @@ def _check_base(cfg: DictConfig, signal: str) -> None:
     try:
         refuse_without_base(signal, OmegaConf.to_container(cfg.model).get("lora"))
     except ValueError as error:
-        raise RunError(str(error).replace("lora.bias=", "model.lora.bias=")) from error
+        raise RunError(re.sub(r"\blora\.(?=bias|init_lora)", "model.lora.", str(error))) from error
