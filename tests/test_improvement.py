@@ -157,6 +157,7 @@ REFUSED = {  # overrides beside improvement=pipo -> what the message says
     "parallel=fsdp2": ("parallel=fsdp2", "Use parallel=ddp", "or improvement=none"),
     "rollouts_by=vllm": ("rollouts_by=vllm", "Use rollouts_by=hf", "or improvement=none"),
     "steps=8": ("steps=8", "improvement.window=8", "Use steps=32"),
+    "improvement=shuffled steps=9": ("steps=9", "improvement.window=8 steps and one to draw from", "Use steps=32"),
 }
 
 
@@ -176,7 +177,8 @@ def test_every_choice_builds_what_it_names():
         assert (built.mode, built.window, built.advantages, built.cap) == (mode, 8, "native", None)
         assert built.weight == 0.43 and built.negative_scale == 0.1
         assert built.seed is None, "the trainer's, so that runs that differ by their seed alone are of one setting"
-    check(composed("improvement=pipo", "rollouts_by=hf_bfloat16", "schedule=length_triggered"))
+    check(composed("improvement=shuffled", "steps=10"))
+    check(composed("improvement=pipo", "steps=9", "rollouts_by=hf_bfloat16", "schedule=length_triggered"))
 
 
 def test_off_is_the_run_that_older_directories_hold():

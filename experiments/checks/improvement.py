@@ -27,8 +27,10 @@ def check_improvement(cfg: DictConfig, improvement) -> None:
             "between the rollouts and their own update. Use rollouts_by=hf, or improvement=none."
         )
     window = getattr(improvement, "window", 0)
-    if cfg.steps <= window:
+    drawn = getattr(improvement, "mode", "") == "shuffled"  # from those of earlier steps, and the first has none
+    if cfg.steps <= window + drawn:
         raise RunError(
             f"steps={cfg.steps} leaves no step for an improvement update: the first comes after improvement.window="
-            f"{window} steps. Use steps={4 * window} or more, or improvement=none."
+            f"{window} steps{' and one to draw from' if drawn else ''}. Use steps={4 * window} or more, or "
+            "improvement=none."
         )
