@@ -379,12 +379,12 @@ class OTBTrainer(LeanTrainer):
     def _log_mismatch(self, output: dict, own: OwnTokens) -> None:
         """Logs how far the policy is from its sampler, over the rollouts of all processes.
 
-        own: of all rollouts, those of `_drop_mismatched` too. Without TRL's correction nothing may have measured the
-        policy's log-probs yet; then it takes a forward.
+        own: of all rollouts, those of `_drop_mismatched` too. It takes a forward where the policy's log-probs are not
+        known yet, as without TRL's correction, or from TRL's pass alone, whose dropout is no difference of the sampler.
         """
-        trained = output.get("old_per_token_logps", self._log_probs)
-        if trained is None:
-            self._log_probs = trained = self._extra_pass(output)[0]
+        trained = self._log_probs
+        if trained is None or (self._is_noisy and trained is output.get("old_per_token_logps")):
+            trained = self._log_probs = self._extra_pass(output)[0]
         ratio = self._gathered(own.pack(trained - output["sampling_per_token_logps"])).flatten(0, 1)
         lengths = self._gathered(own.lengths).flatten()
         alive = torch.arange(ratio.size(1), device=ratio.device) < lengths.unsqueeze(1)

@@ -124,6 +124,18 @@ def test_mismatch_is_measured_without_the_correction_too(tmp_path, untrained, to
     )
 
 
+@pytest.mark.parametrize("baseline", [rloo, otb], ids=["rloo", "otb"])
+def test_dropout_of_training_is_no_mismatch(tmp_path, untrained, tokenizer, baseline):
+    """TRL's pass for the importance ratios has the adapter's dropout; the sampler has none."""
+    usual, found = dict(vllm_importance_sampling_mode="token_truncate"), []
+    for dropout in (0.0, 0.3):
+        lora = LoraConfig(target_modules="all-linear", r=4, lora_dropout=dropout, init_lora_weights=False)
+        twin = copy.deepcopy(untrained)
+        row = trained(tmp_path / str(dropout), twin, tokenizer, baseline, lora, **usual).state.log_history[0]
+        found.append({name: row[name] for name in MISMATCH})
+    assert found[1] == pytest.approx(found[0], rel=1e-2, abs=1e-6) and found[0]["mismatch_k3"] > 1e-5
+
+
 def test_a_band_drops_rollouts_and_the_mismatch_still_counts_them(tmp_path, untrained, tokenizer):
     twin, usual = copy.deepcopy(untrained), dict(vllm_importance_sampling_mode="token_truncate")
     free = trained(tmp_path / "free", untrained, tokenizer, **usual).state.log_history[0]
