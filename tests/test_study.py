@@ -460,6 +460,18 @@ def test_methods_are_compared_with_off_seed_by_seed():
     assert np.isnan(found.difference["improvement=none"])
 
 
+def test_gradient_noise_is_the_mean_power_of_a_prompt_group_and_compared_by_its_ratio():
+    made = [*with_method("improvement=none", 0.8), *with_method("improvement=pipo", 0.8)]
+    for row in made:
+        norm = 0.5 * (1 + row["seed"]) * (3 if row["varied"] == "improvement=pipo" else 1)
+        row |= {"prompts_per_step": 16, "gradient_norm": f"{norm} {7 * norm} nan"}  # nan: where a run has diverged
+    off, pipo = methods.comparison(pd.DataFrame(made), "improvement=none").sort_values("variant").to_dict("records")
+    # 16 (1 + 49) / 2 x norm^2; of the seeds' norms .5 to 2.5 the middle three are averaged, by their logarithms
+    assert off["noise"] == pytest.approx(400 * (1.0 * 1.5 * 2.0) ** (2 / 3))
+    assert [pipo[f"noise_ratio{end}"] for end in ("", "_low", "_high")] == pytest.approx([9, 9, 9])
+    assert np.isnan(off["noise_ratio"])
+
+
 def test_the_page_of_methods_has_a_table_and_a_figure_per_recipe_that_has_rows(tmp_path):
     made = [*with_method("improvement=none", 0.8), *with_method("improvement=pipo", 0.85)]
     rows_of = {"neighbours_improvement": pd.DataFrame(made)}

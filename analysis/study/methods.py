@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,17 +44,22 @@ Written by `python -m analysis.study report` from `docs/study/rows/neighbours_*.
 experiments/study.py NAME` runs what has no row. Final accuracy is the mean of the last two evaluations; differences are
 paired by seed; interquartile means with 95 % intervals over seeds; own tokens are the median run's. The tiny policy on
 a CPU. What a step costs is in [the page of the methods](../neighbours.md): these runs shared two cores with other work.
+
+Gradient noise is read from the norms of the steps' gradients: P mean |g|^2 over the steps of a run, P prompts a step.
+That is, on average, the trace of the covariance of one prompt group's gradient plus P times the squared norm of the
+true one, and so an upper bound; [how close](../neighbours.md#gradient-noise) was measured. Geometric means over seeds.
 """
 
 
 def comparison(rows: pd.DataFrame, off: str) -> pd.DataFrame:
-    """Returns a row per task, baseline, learning rate and variant: final accuracy, difference to off, tokens.
+    """Returns a row per task, baseline, learning rate and variant: final accuracy, gradient noise, tokens, to off.
 
     rows: of one recipe. off: the variant that the others are compared with.
     """
     found = []
     for (task, baseline, rate), part in rows.groupby(["task", "baseline", "learning_rate"], sort=False):
         finals = {str(name): finals_of(of_variant) for name, of_variant in part.groupby("varied")}
+        noises = {str(name): log_noise_of(of_variant) for name, of_variant in part.groupby("varied")}
         for name, of_variant in part.groupby("varied"):
             name = str(name)
             against = difference(finals[name], finals[off]) if name != off and off in finals else None
@@ -61,6 +67,8 @@ def comparison(rows: pd.DataFrame, off: str) -> pd.DataFrame:
                 {"task": task, "baseline": baseline, "learning_rate": rate, "variant": name, "seeds": len(of_variant)}
                 | columns("final", bootstrap([list(finals[name].values())], iqm, bounds=(0, 1)))
                 | (columns("difference", against) if against else {})
+                | {"noise": math.exp(iqm(list(noises[name].values())))}
+                | (columns("noise_ratio", exponential(difference(noises[name], noises[off]))) if against else {})
                 | {"collapsed": int(stability_table(steps_table(of_variant)).collapsed.sum())}
                 | {"own_tokens": float(np.median([numbers(cell)[-1] for cell in of_variant.own_tokens_total]))}
             )
@@ -70,6 +78,23 @@ def comparison(rows: pd.DataFrame, off: str) -> pd.DataFrame:
 def finals_of(rows: pd.DataFrame) -> dict:
     """Returns seed -> final accuracy of the runs of one variant."""
     return by_seed(final_accuracy(steps_table(rows)), "final")
+
+
+def log_noise_of(rows: pd.DataFrame) -> dict[int, float]:
+    """Returns seed -> log of P mean |g|^2 over the steps of a run, its gradient noise with P times its signal.
+
+    g: a step's gradient before it is clipped, the mean over P prompt groups. A step without a finite one has no part.
+    """
+    found = {}
+    for row in rows.to_dict("records"):
+        norms = numbers(row["gradient_norm"])
+        found[row["seed"]] = float(np.log(row["prompts_per_step"] * np.square(norms[np.isfinite(norms)]).mean()))
+    return found
+
+
+def exponential(found: Interval) -> Interval:
+    """Returns the ratio of which an interval is the logarithm."""
+    return Interval(math.exp(found.estimate), math.exp(found.low), math.exp(found.high), found.seeds)
 
 
 def columns(name: str, found: Interval) -> dict[str, float]:
@@ -93,6 +118,8 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
             "seeds": row.seeds,
             "final accuracy": text(row, "final"),
             "minus off": text(row, "difference"),
+            "gradient noise": f"{row.noise:.2g}",
+            "over off": text(row, "noise_ratio"),
             "collapsed": row.collapsed,
             "own tokens": f"{row.own_tokens / 1e3:.0f}k",
         }
