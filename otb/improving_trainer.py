@@ -23,6 +23,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -190,7 +191,7 @@ class ImprovingTrainer(GRPOTrainer):
                 f"{checkpoint} has no {name}, and an improvement update goes on from the batch of the step before. "
                 "Resume from a checkpoint of a run with improvement= on as many processes, or start anew."
             )
-        state = torch.load(file, map_location=self.accelerator.device, weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)  # it knows no "cpu:0", a process's device
         if state["processes"] != processes:
             raise ValueError(
                 f"{checkpoint} was written by {state['processes']} processes, each with its share of the batch that "
@@ -198,4 +199,4 @@ class ImprovingTrainer(GRPOTrainer):
                 "anew."
             )
         self.improvement.load_state_dict(state["window"])
-        self._kept = state["batches"]
+        self._kept = send_to_device(state["batches"], self.accelerator.device)

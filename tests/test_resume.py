@@ -20,6 +20,29 @@ EAGER_SCHEDULE = {  # the third step fires, whose responses are longer than thos
     "schedule__period_factor": 0.6,
 }
 
+SEVERAL_METHODS = [
+    dict(
+        rollouts_by="hf_bfloat16",
+        schedule="length_triggered",
+        **EAGER_SCHEDULE,
+        token_weights="arca",
+        token_weights__normalise="running",
+        model__lora__r=4,
+        baseline="energy_probe",
+        improvement="shuffled",
+        improvement__window=2,
+        improvement__cap=3,
+    ),
+    dict(
+        rollouts_by="hf_bfloat16",
+        token_weights="surprisal",
+        token_weights__normalise="running",
+        auxiliary="mtp_occ_as_code",
+        auxiliary__warmup=3,
+        trainer__num_iterations=2,
+    ),
+]
+
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
@@ -113,26 +136,7 @@ def test_a_run_killed_in_the_middle_of_something_equals_an_uninterrupted_one(
         dict(token_weights="arca", token_weights__normalise="running", model__lora__r=4),
         dict(improvement="pipo", improvement__window=3, improvement__cap=3, baseline="otb"),
         dict(auxiliary="mtp", auxiliary__warmup=3, trainer__num_iterations=2),
-        dict(
-            rollouts_by="hf_bfloat16",
-            schedule="length_triggered",
-            token_weights="arca",
-            baseline="energy_probe",
-            token_weights__normalise="running",
-            model__lora__r=4,
-            improvement="shuffled",
-            improvement__window=2,
-            improvement__cap=3,
-            **EAGER_SCHEDULE,
-        ),
-        dict(
-            rollouts_by="hf_bfloat16",
-            token_weights="surprisal",
-            token_weights__normalise="running",
-            auxiliary="mtp_occ_as_code",
-            auxiliary__warmup=3,
-            trainer__num_iterations=2,
-        ),
+        *SEVERAL_METHODS,
         dict(evaluation__tasks="[arithmetic]", evaluation__max_rows=3),
         dict(model__lora__r=4, trainer__beta=0.1, model__rollouts_per_forward=4, trainer__num_iterations=2, steps=8),
     ],
@@ -156,6 +160,24 @@ def test_resume_is_exact_for_every_kind_of_run(policy, tmp_path, log, changed):
     assert max(row["gradient_norm"] for row in metrics) > 0
     assert ("length_surge_step" in metrics[-1]) == ("schedule" in changed), "the schedule fires, and after the kill"
     assert ("improvement_ratio_mean" in metrics[-1]) == ("improvement" in changed), "the window is full after the kill"
+
+
+@pytest.mark.parametrize("changed", SEVERAL_METHODS, ids=lambda changed: changed["token_weights"])
+def test_resume_is_exact_on_two_processes(policy, tmp_path, log, changed):
+    for name, kill in (("whole", False), ("killed", True)):
+        given = arguments(tmp_path / name, model__name=policy, **changed)
+        if kill:
+            hold = Hold(tmp_path / "hold", "row 3")
+            started = commands.start_two(given, log, **hold.environment)
+            hold.wait(started[0])
+            for process in started:
+                commands.kill(process)
+            assert RunDirectory(the_run(tmp_path / name)).checkpoint_steps() == [2]
+        for code, printed in commands.run_two(given, log):
+            assert code == 0, printed
+    assert_same_run(the_run(tmp_path / "killed"), the_run(tmp_path / "whole"))
+    *_, before, last = rows(the_run(tmp_path / "killed") / "metrics.jsonl")
+    assert before["mismatch_k3"] > 0 and ("improvement_ratio_mean" in last or last["mtp_lambda"] != 0)
 
 
 def test_a_run_killed_in_its_warm_start_equals_an_uninterrupted_one(tmp_path, log):

@@ -12,6 +12,7 @@ COMPARED = {
     "rng_state.pth",
     "baseline.pt",
     "improvement_0.pt",
+    "improvement_1.pt",
     "token_weights.pt",
     "mtp_head.pt",
 }
