@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from step_time import LORA, PLAIN, TWICE, WARM_UP_STEPS, otb_arm, quiet, ratio, side_by_side
 
-from otb.auxiliary import MultiTokenPrediction
+from otb.auxiliary import MODES, MultiTokenPrediction
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.improvement import PolicyImprovement
@@ -21,6 +21,7 @@ from otb.schedules import LengthTriggeredDecay
 from otb.token_weights import TokenWeights
 
 BASELINES = {"rloo": rloo, "otb": otb}
+SIGNALS = ("surprisal", "entropy_reduction", "divergence", "arca")
 
 
 class Method(NamedTuple):
@@ -39,10 +40,10 @@ class Method(NamedTuple):
 METHODS = {
     "length_triggered": Method({"lr_schedule": LengthTriggeredDecay()}),
     "hf_bfloat16": Method(options={"sampler_dtype": "bfloat16", "vllm_importance_sampling_mode": "token_truncate"}),
-    **{signal: Method({"token_weights": TokenWeights(signal)}, shared=LORA) for signal in ("surprisal", "arca")},
+    **{signal: Method({"token_weights": TokenWeights(signal)}, shared=LORA) for signal in SIGNALS},
     "pipo": Method({"improvement": PolicyImprovement("constant", window=WARM_UP_STEPS)}),
     # an auxiliary head measures what changed since the first update of a batch
-    **{mode: Method({"auxiliary": MultiTokenPrediction(mode)}, shared_options=TWICE) for mode in ("detach", "occ")},
+    **{mode: Method({"auxiliary": MultiTokenPrediction(mode)}, shared_options=TWICE) for mode in MODES},
 }
 
 
