@@ -1,5 +1,6 @@
 """The study: rows that know which run they are of, rates by the rule, verdicts by the rules, a page from csv alone."""
 
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -90,6 +91,19 @@ def test_a_row_gives_back_the_curves_of_its_run(tmp_path):
     np.testing.assert_allclose(evaluated.evaluation_accuracy, evaluations.accuracy, rtol=1e-4)
     np.testing.assert_allclose(table.gradient_norm.dropna(), metrics.gradient_norm, rtol=1e-4)
     assert table.step.tolist() == sorted({0, *metrics.step})
+
+
+def test_what_a_method_did_stands_in_the_rows_of_runs_that_had_it(tmp_path):
+    run, file = tmp_path / "run", tmp_path / "rows.csv"
+    shutil.copytree(a_run(), run)
+    steps = pd.read_json(run / "metrics.jsonl", lines=True)
+    steps["token_weight_support"] = np.linspace(0.5, 1, len(steps))
+    steps.to_json(run / "metrics.jsonl", orient="records", lines=True)
+    rows.add([rows.row_of(a_run())], file)
+    rows.add([rows.row_of(run) | {"key": "of a method"}], file)
+    cells = dict(zip(rows.read(file).key, rows.read(file).token_weight_support, strict=True))
+    np.testing.assert_allclose(rows.numbers(cells.pop("of a method")), steps.token_weight_support, rtol=1e-4)
+    assert list(cells.values()) == [""]
 
 
 def test_rows_are_added_once_whatever_is_added_again(tmp_path):

@@ -23,6 +23,7 @@ from otb.records import WHERE_AND_HOW, is_as_before, is_one_of, write_atomically
 
 EVALUATED = ("evaluation_accuracy", "evaluation_own_tokens_total", "evaluation_response_length_mean")
 EVERY_STEP = ("own_tokens_total", "accuracy", "gradient_norm", "response_length_mean", "truncated")
+OF_METHODS = ("improvement_phi", "mtp_lambda", "token_weight_support", "log_ppl_abs_diff_mean")  # where a run has them
 TIMES = ("seconds_step", "seconds_sampling", "seconds_advantages", "seconds_loss")  # of a run: medians over its steps
 CONFIGURED = ("key", "task", "baseline", "group_size", "prompts_per_step", "learning_rate", "seed", "steps")
 MADE = ("outcome", "libraries", "commit", "device")
@@ -55,7 +56,8 @@ def row_of(run: Path) -> dict | None:
     row |= {name: rounded(steps[name].median()) if name in steps else "" for name in TIMES}
     row["evaluation_step"] = joined(evaluations["step"])
     row |= {name: joined(evaluations[name]) for name in EVALUATED}
-    return row | {name: joined(steps[name]) if name in steps else "" for name in EVERY_STEP}
+    row |= {name: joined(steps[name]) if name in steps else "" for name in EVERY_STEP}
+    return row | {name: joined(steps[name]) for name in OF_METHODS if name in steps}
 
 
 def joined(values: pd.Series) -> str:
@@ -80,7 +82,7 @@ def keys_in(file: Path) -> set[str]:
 
 def read(file: Path) -> pd.DataFrame:
     """Returns the rows of a file; cells of curves are text."""
-    curves = ("evaluation_step", *EVALUATED, *EVERY_STEP)
+    curves = ("evaluation_step", *EVALUATED, *EVERY_STEP, *OF_METHODS)
     return pd.read_csv(file, dtype={"key": str, **dict.fromkeys(curves, str)}, keep_default_na=False)
 
 
