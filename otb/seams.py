@@ -284,6 +284,13 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam("submitit:SlurmExecutor", "_submit_command(command)", "one command as a job array -> a job with its id"),
         Seam("submitit:SlurmExecutor", '"map_count"', "the parameter that makes it an array"),
     ),
+    "analysis/style.py": (
+        Seam(
+            "fontTools.subset:Options",
+            "_drop_tables_default",
+            "extended: tables that matplotlib leaves out of the fonts of a PDF",
+        ),
+    ),
     "benchmarks/lm_head.py": (
         Seam(
             "trl.trainer.utils",

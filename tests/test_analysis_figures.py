@@ -1,11 +1,16 @@
 """Figures as functions of a table: they state the seeds, raise on what is missing, and keep the plotted numbers."""
 
+import io
 import itertools
 import json
+import re
+import zlib
 
 import numpy as np
 import pandas as pd
 import pytest
+from fontTools.ttLib import TTFont
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from analysis import style
 from analysis.arms import ARMS
@@ -15,6 +20,7 @@ from analysis.group_size import accuracy_by_group_size
 from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
 from analysis.noise import power_per_run, variance
 from analysis.palette import rgb
+from analysis.report.drawing import Figure, draw
 from analysis.report.figures import MAIN_ARMS
 from analysis.runs.load import load
 from analysis.runs.samples import read_group, read_samples, sample_steps
@@ -86,8 +92,19 @@ def test_the_plotted_numbers_are_saved_beside_pdf_and_png(table, tmp_path):
     assert b"/MediaBox [ 0 0 234 165.6 ]" in paper  # 3.25 x 2.3 inches in points: a column of a two-column paper
     # every font is TrueType and embedded; Type 3 fonts, which journals refuse, would have no file
     assert paper.count(b"/FontFile2") == paper.count(b"/Type /FontDescriptor") > 0 and b"/Type3" not in paper
+    streams = [zlib.decompress(part) for part in re.findall(rb"stream\r?\n(x.*?)\r?\nendstream", paper, re.DOTALL)]
+    fonts = [TTFont(io.BytesIO(stream)) for stream in streams if stream[:4] == b"\0\1\0\0"]
+    assert fonts and all("glyf" in font and not {"GDEF", "GPOS", "GSUB"} & set(font.keys()) for font in fonts)
     assert b"/Title (A curve)" in paper and b"/Subject (Made by: me)" in paper
     assert b"Description\0Made by: me" in files[1].read_bytes()  # the PNG says the same
+
+
+def test_a_figure_of_a_report_is_laid_out_once_for_all_its_files(table, tmp_path, monkeypatch):
+    """As the layout for another resolution would be another picture."""
+    layouts, execute = [], ConstrainedLayoutEngine.execute
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *args: layouts.append(execute(*args)))
+    drawn = draw(Figure("curve", "A curve.", (table,), lambda: learning_curves(table)), tmp_path)
+    assert drawn.svg and {file.suffix for file in drawn.files} == {".pdf", ".png", ".csv"} and len(layouts) == 1
 
 
 def test_a_figure_of_many_seeds_draws_some_of_them_says_so_and_averages_all(table, monkeypatch):

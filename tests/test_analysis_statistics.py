@@ -47,6 +47,9 @@ def test_iqm_cuts_a_quarter_at_each_end():
     values = np.random.default_rng(0).normal(size=(13, 3))
     assert iqm(values) == pytest.approx(np.sort(values, axis=0)[3:10].mean(axis=0))
     assert iqm(values.T, axis=1) == pytest.approx(iqm(values))
+    assert iqm(values) == pytest.approx(stats.trim_mean(values, 0.25))
+    values[5, 1] = np.nan  # is not cut off as if it were the largest
+    assert np.isnan(iqm(values)).tolist() == [False, True, False]
 
 
 def test_probability_of_improvement_counts_pairs_and_half_of_ties():

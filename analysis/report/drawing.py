@@ -124,8 +124,10 @@ def draw(figure: Figure, folder: Path) -> Drawn:
     text = io.StringIO()
     owner = figure_of(axes)
     owner.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    owner.set_layout_engine("none")  # the layout is done; every further file would do it again
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :] if len(svg) <= LARGEST_SVG else ""
     about = f"{figure.caption} Made by: {figure.command}"
-    return Drawn(figure, svg, save(axes, folder / figure.name, title=figure.title, about=about))
+    with plt.rc_context({"figure.constrained_layout.use": False}):
+        owner.set_layout_engine(None)  # the layout is done; with any engine, even "none", a file is drawn twice
+        files = save(axes, folder / figure.name, title=figure.title, about=about)
+    return Drawn(figure, svg, files)
