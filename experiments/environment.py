@@ -19,7 +19,7 @@ PACKAGES = ("otb", "torch", "transformers", "trl", "peft", "accelerate", "datase
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOT_FACTS = "snapshot.json"  # in a copy of the code: the commit and the diff that it was made of
 STARTS = "starts"  # one entry per start of the run: the first, and every resume
-PER_START = ("started", "host", "job_id", "commit", "diff_sha256", "devices")
+PER_START = ("started", "host", "job_id", "commit", "diff_sha256", "devices", "threads")
 
 
 def describe(command: list[str], directory: RunDirectory, facts: dict) -> str:
@@ -69,6 +69,17 @@ def earlier_starts(directory: RunDirectory) -> list[dict]:
         return json.loads(directory.environment_file.read_text(encoding="utf8")).get(STARTS, [])
     except FileNotFoundError:
         return []
+
+
+def other_threads(directory: RunDirectory) -> str:
+    """Returns a line where the latest start computed on another number of threads than this one will; "" elsewhere."""
+    import torch
+
+    now, starts = torch.get_num_threads(), earlier_starts(directory)
+    before = starts[-1].get("threads", now) if starts else now
+    if before == now:
+        return ""
+    return f"going on with threads={now} instead of {before}: sums are rounded in another order, so its numbers differ"
 
 
 def commit() -> str | None:

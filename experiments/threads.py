@@ -8,6 +8,7 @@ among the runs that stand side by side. Whoever sets OMP_NUM_THREADS has decided
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
@@ -23,10 +24,25 @@ SMALL = 256  # hidden size up to which a policy is small; the tiny policy has 96
 # which makes two threads slower than one as soon as another program wants a core.
 SPINS = "3000"
 
+
+def physical_cores() -> int:
+    """Counts the cores that this process may use: those of its affinity, in a job of SLURM no more than it asked for.
+
+    Processors of one core count once, as they share the units that multiply matrices.
+    """
+    cpus = os.sched_getaffinity(0)
+    topology = Path("/sys/devices/system/cpu")
+    try:
+        cores = len({(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text() for cpu in cpus})
+    except OSError:  # some containers do not show it
+        cores = len(cpus)
+    return min(cores, int(os.environ.get("SLURM_CPUS_PER_TASK", cores)))  # not every cluster binds a job to its cores
+
+
 if "OMP_NUM_THREADS" not in os.environ:  # torch reads both once
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    os.environ.setdefault(CORES, str(len(os.sched_getaffinity(0))))
+    os.environ.setdefault(CORES, str(physical_cores()))
 
 
 def check_threads(cfg: DictConfig) -> None:

@@ -23,7 +23,7 @@ from transformers.trainer_utils import set_seed
 from experiments import trackers
 from experiments.build import build, is_off, methods
 from experiments.data import Rows, load_rows, provenance, told_by_the_first
-from experiments.environment import describe
+from experiments.environment import describe, other_threads
 from experiments.hardware import emulated_bfloat16, grpo_options, sampled_source, sampling_limits
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
@@ -71,10 +71,13 @@ def train(
     if arguments.process_index == 0:
         progress.note("\n".join(inputs.rows.notes))
         trackers.prepare(arguments.report_to, directory)
+        threads_changed = other_threads(directory)
         note_start(cfg, directory, command, inputs, folder)
         moved = clear_after(directory, resume_step)
         if resume_step:
             progress.note(f"resuming at step {resume_step}" + (f", {moved} later rows discarded" if moved else ""))
+            if arguments.device.type == "cpu":
+                progress.note(threads_changed)
     trainer = build_trainer(cfg, inputs, arguments, folder, directory, lock, progress)
     try:
         if resume_step < cfg.steps:  # else it was killed after its last checkpoint

@@ -283,15 +283,16 @@ def test_rows_hold_only_defined_names_and_all_that_were_measured(four_steps):
 
 def test_environment_holds_what_is_needed_to_run_again(copied, policy, log):
     runs_dir, run = copied
-    code, printed = commands.run(arguments(runs_dir, model__name=policy, steps=6), log, SLURM_JOB_ID="42")
+    code, printed = commands.run(arguments(runs_dir, model__name=policy, steps=6, threads=2), log, SLURM_JOB_ID="42")
     assert code == 0, printed
+    assert "going on with threads=2 instead of 1" in " ".join(printed.split())  # however wide the terminal
     facts = json.loads((run / "environment.json").read_text())
     assert facts["versions"].keys() >= {"otb", "torch", "transformers", "trl", "peft", "accelerate", "datasets"}
     assert facts["command"][:2] == ["python", "experiments/run.py"] and "steps=6" in facts["command"]
-    assert (facts["job_id"], facts["threads"], facts["processes"], facts["devices"]) == ("42", 1, 1, ["cpu"])
+    assert (facts["job_id"], facts["threads"], facts["processes"], facts["devices"]) == ("42", 2, 1, ["cpu"])
     assert facts["host"] and facts["python"] and facts["platform"]
     assert len(facts["model_sha256"]["model.safetensors"]) == 64
     assert facts["data"]["train"]["rows"] == 10 and len(facts["data"]["train"]["rows_sha256"]) == 64
     assert facts["data"]["eval"]["rows"] == 4
-    assert [start["job_id"] for start in facts["starts"]] == [None, "42"]
+    assert [(start["job_id"], start["threads"]) for start in facts["starts"]] == [(None, 1), ("42", 2)]
     assert (facts["diff_sha256"] is not None) == (run / "code.diff").exists()

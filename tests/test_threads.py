@@ -51,6 +51,30 @@ def test_whoever_sets_omp_num_threads_has_decided(monkeypatch):
     assert threads.threads(2, REAL) == 2
 
 
+@pytest.mark.parametrize(("siblings", "cores"), [({0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}, 2), ({}, 4)])
+def test_cores_are_those_of_the_affinity_and_two_processors_of_a_core_count_once(siblings, cores, monkeypatch):
+    """Processors 0, 1, 4, 5 of a machine of 8; without a word of the kernel's, each is a core."""
+
+    def read_text(path):
+        cpu = int(path.parts[-3].removeprefix("cpu"))
+        if cpu not in siblings:
+            raise FileNotFoundError(path)
+        return siblings[cpu] + "\n"
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 4, 5})
+    monkeypatch.setattr("pathlib.Path.read_text", read_text)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    assert threads.physical_cores() == cores
+
+
+@pytest.mark.parametrize(("asked", "cores"), [("1", 1), ("1000", None)])
+def test_a_job_of_slurm_takes_no_more_cores_than_it_asked_for(asked, cores, monkeypatch):
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    here = threads.physical_cores()
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", asked)
+    assert threads.physical_cores() == (cores or here)
+
+
 @pytest.mark.parametrize("given", [None, "3"])
 def test_commands_begin_with_one_thread_or_those_of_the_user(given):
     """The variables as a command leaves them for torch, which reads them when it is imported."""
@@ -59,7 +83,7 @@ def test_commands_begin_with_one_thread_or_those_of_the_user(given):
     environment |= {"PYTHONPATH": str(ROOT)} | ({} if given is None else {"OMP_NUM_THREADS": given})
     program = f"import experiments.run, os; print([os.environ.get(name) for name in {kept}])"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    cores = str(len(os.sched_getaffinity(0)))
+    cores = str(threads.physical_cores())
     assert done.stdout.strip() == str(["1", threads.SPINS, cores] if given is None else ["3", None, None])
 
 
