@@ -1,14 +1,16 @@
-"""Measures how seconds and memory of a step grow with group size, prompts, length, vocabulary and processes.
+"""Measures how processor seconds and memory of a step grow with group size, prompts, length, vocabulary and processes.
 
-    python benchmarks/scaling.py [--only vocabulary ...]     # 4 minutes on two quiet cores
+    python benchmarks/scaling.py [--only vocabulary ...]     # 10 minutes of a core
+    python benchmarks/scaling.py --draw                      # the figure again, from its numbers
 
 One factor is varied at a time around the sizes of `BASE`. Each point is a process of its own that trains an untrained
 policy of the tiny architecture, whose responses almost all have full length and whose groups all have two rewards: no
 rollout is left out of anything. Steps are plain ones (`lean_steps=false`), the only kind that several processes have,
-in micro-batches of 16 rollouts. Seconds are the median of the steps after the first, without the optimizer's; memory is
-the largest resident set less what was resident before the policy was built. An exponent is the slope between the two
-largest points on logarithmic axes: 1 where twice as much costs twice as much. Writes scaling.csv and
-build/scaling.png.
+in micro-batches of 16 rollouts. Seconds are those of the processor for the second step, without the optimizer's: other
+programs stretch them less than those on the clock. Of several processes they are those of the first, without waiting.
+Memory is the largest resident set less what was resident before the policy was built. All points are measured `REPEATS`
+times in turns. An exponent is the slope of a line through all sizes on logarithmic axes, 1 where twice as much costs
+twice as much; its interval is Student's over the repeats. Writes docs/figures/scaling.*.
 """
 
 from __future__ import annotations
@@ -19,22 +21,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE = {"group_size": 4, "prompts": 16, "length": 64, "vocabulary": 4096, "processes": 1}
+BASE = {"group_size": 4, "prompts": 8, "length": 64, "vocabulary": 4096, "processes": 1}
 VARIED = {
-    "group_size": (4, 8, 16),
+    "group_size": (4, 8, 16, 32),
     "prompts": (8, 16, 32, 64),
-    "length": (32, 64, 128, 256),
+    "length": (32, 64, 128, 256, 512),
     "vocabulary": (1024, 4096, 16384),
     "processes": (1, 2),
 }
@@ -45,11 +48,11 @@ NAMES = {
     "vocabulary": "vocabulary",
     "processes": "processes, same batch",
 }
-PARTS = {"sampling": "#56B4E9", "advantages": "#E69F00", "loss": "#009E73", "step": "#000000"}
-STEPS = 3
+PARTS = {"step": "#000000", "loss": "#009E73", "sampling": "#56B4E9", "advantages": "#E69F00"}
+STEPS = 2  # the first one warms up
+REPEATS = 3
 ROLLOUTS_PER_FORWARD = 16
-FACTS = ROOT / "benchmarks" / "scaling.csv"
-FIGURE = ROOT / "build" / "scaling.png"
+FIGURE = ROOT / "docs" / "figures" / "scaling"
 
 
 def measure(point: dict[str, int]) -> dict[str, float]:
@@ -62,6 +65,7 @@ def measure(point: dict[str, int]) -> dict[str, float]:
     from otb.policies.tiny_policy import build_tokenizer
     from otb.tasks.arithmetic import Arithmetic
 
+    time.perf_counter = time.process_time  # the clock by which the trainer times its parts
     tokenizer = build_tokenizer()
     rollouts = point["prompts"] * point["group_size"] // point["processes"]
     forward = min(rollouts, ROLLOUTS_PER_FORWARD)
@@ -99,55 +103,93 @@ def measure(point: dict[str, int]) -> dict[str, float]:
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    middle = {name: statistics.median(step[name] for step in parts[1:]) for name in ("sampling", "advantages", "step")}
-    middle["loss"] = middle["step"] - middle["sampling"] - middle["advantages"]
-    return middle | {"memory": (resident("VmHWM") - before) / 1e6}
+    last = parts[-1]
+    last["loss"] = last["step"] - last["sampling"] - last["advantages"]
+    return last | {"memory": (resident("VmHWM") - before) / 1e6}
 
 
 def in_processes(point: dict[str, int]) -> dict[str, float]:
-    """Returns what the first of the processes of a point measures; they share the cores."""
-    command = [sys.executable, __file__, "--point", json.dumps(point)]
-    if (count := point["processes"]) > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    """Returns what the first of several processes measures."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={point['processes']}"]
+    command = [sys.executable, *launch, __file__, "--point", json.dumps(point)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
-def exponent(values: pd.Series, sizes: pd.Series) -> float:
-    """Returns the slope between the last two points on logarithmic axes."""
-    (small, large), (first, second) = sizes.iloc[-2:], values.iloc[-2:]
-    return float(np.log(second / first) / np.log(large / small))
+def measure_all(factors: list[str]) -> pd.DataFrame:
+    """Returns a row per factor, size and repeat: seconds of the parts of a step, and memory."""
+    points = {json.dumps(BASE | {factor: size}): factor for factor in factors for size in VARIED[factor]}
+    os.environ["PYTHONPATH"] = str(ROOT)
+    server = get_context("forkserver")
+    server.set_forkserver_preload(["otb.trainer", "otb.policies.tiny_policy", "otb.tasks.arithmetic", "pandas"])
+    rows = []
+    with ProcessPoolExecutor(1, server, max_tasks_per_child=1) as pool:
+        for repeat in range(REPEATS):
+            for text, factor in points.items():
+                point = json.loads(text)
+                found = pool.submit(measure, point).result() if point["processes"] == 1 else in_processes(point)
+                print(
+                    f"{NAMES[factor]} {point[factor]:,}: {found['step']:.3f} s, {found['memory']:,.0f} MB", flush=True
+                )
+                for varied in factors if point == BASE else [factor]:
+                    rows.append({"factor": varied, "size": point[varied], "repeat": repeat, **found})
+    order = {factor: place for place, factor in enumerate(factors)}
+    return pd.DataFrame(rows).sort_values(
+        ["factor", "size", "repeat"], key=lambda c: c.map(order) if c.name == "factor" else c
+    )
+
+
+def exponent(part: pd.DataFrame, measured: str) -> tuple[float, float, float]:
+    """Returns the slope on logarithmic axes through all sizes, the mean over the repeats, with its 95 % interval."""
+    from scipy import stats
+
+    of_repeat = [np.polyfit(np.log(rows["size"]), np.log(rows[measured]), 1)[0] for _, rows in part.groupby("repeat")]
+    middle, half = np.mean(of_repeat), stats.t.ppf(0.975, len(of_repeat) - 1) * stats.sem(of_repeat)
+    return float(middle), float(middle - half), float(middle + half)
+
+
+def in_words(interval: tuple[float, float, float]) -> str:
+    """Returns "1.00 [0.95, 1.06]", with the sign that figures have."""
+    return "{:.2f} [{:.2f}, {:.2f}]".format(*interval).replace("-", "\N{MINUS SIGN}")
 
 
 def draw(table: pd.DataFrame):
-    """Draws a column per factor: seconds of the parts of a step above, memory below, with the exponents at the ends."""
-    from analysis.style import PAGE, plt
+    """Draws a column per factor: seconds of a step and its parts above, memory below, exponents as titles."""
+    from analysis.style import PAGE, keep_numbers, plt
 
     factors = list(dict.fromkeys(table.factor))
-    _, axes = plt.subplots(2, len(factors), figsize=(PAGE, 3.9), sharey="row", sharex="col", squeeze=False)
+    figure, axes = plt.subplots(2, len(factors), figsize=(PAGE, 3.6), sharey="row", sharex="col", squeeze=False)
     for column, factor in enumerate(factors):
         part = table[table.factor == factor]
-        above, below = axes[:, column]
-        for name, tint in PARTS.items():
-            slope = exponent(part[name], part["size"])
-            above.plot(part["size"], part[name], marker="o", ms=3, color=tint, label=f"{name} {slope:.2f}")
-        slope = exponent(part.memory, part["size"])
-        below.plot(part["size"], part.memory, marker="o", ms=3, color="#882255", label=f"memory {slope:.2f}")
-        for panel in (above, below):
+        sizes = np.array(sorted(part["size"].unique()))
+        for panel, shown in zip(axes[:, column], (PARTS, {"memory": "#882255"}), strict=True):
+            for name, tint in shown.items():
+                panel.plot(sizes, part.groupby("size")[name].mean(), color=tint, lw=1.0, label=name)
+                panel.plot(part["size"], part[name], "o", ms=2, color=tint)
+            first = next(iter(shown))
+            at_first = part[first][part["size"] == sizes[0]].mean()
+            straight = at_first * (sizes[0] / sizes if factor == "processes" else sizes / sizes[0])
+            panel.plot(sizes, straight, ":", color="0.45", lw=0.9, label="in proportion")
             panel.set(xscale="log", yscale="log")
-            panel.legend(fontsize=6, title="exponent", title_fontsize=6, loc="best", handlelength=1)
-        below.set(xlabel=NAMES[factor], xticks=list(part["size"]), xticklabels=[f"{size:,}" for size in part["size"]])
-        below.tick_params(axis="x", labelsize=6, rotation=45)
-        below.minorticks_off()
-    axes[0, 0].set_ylabel("seconds a step")
-    axes[1, 0].set_ylabel("memory, MB")
+            panel.minorticks_off()
+            panel.set_title(in_words(exponent(part, first)), fontsize=7)
+        below = axes[1, column]
+        below.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=6)
+        below.set_xlabel(NAMES[factor], fontsize=7)
+    axes[0, 0].set_ylabel("processor seconds a step", fontsize=7)
+    axes[1, 0].set_ylabel("memory, MB", fontsize=7)
+    axes[1, 0].set_yticks([250, 500, 1000, 2000, 4000], ["250", "500", "1,000", "2,000", "4,000"])
+    lines = {name: line for panel in axes[:, 0] for line, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    title = f"{table.repeat.nunique()} repeats (dots); above each panel the exponent of step or memory, 95 % interval"
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), title=title, title_fontsize=7)
+    keep_numbers(axes, table)
     return axes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="*", default=list(VARIED), choices=list(VARIED))
+    parser.add_argument("--only", nargs="*", default=list(VARIED), choices=list(VARIED), help="print; write nothing")
+    parser.add_argument("--draw", action="store_true", help="draw scaling.csv and measure nothing")
     parser.add_argument("--point", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.point:
@@ -155,21 +197,13 @@ def main() -> None:
         if int(os.environ.get("RANK", 0)) == 0:
             print(json.dumps(found), flush=True)
         return
-    rows = []
-    for factor in arguments.only:
-        for size in VARIED[factor]:
-            found = in_processes(BASE | {factor: size})
-            rows.append({"factor": factor, "size": size, **found})
-            print(f"{NAMES[factor]} {size:,}: {found['step']:.3f} s, {found['memory']:,.0f} MB", flush=True)
-    table = pd.DataFrame(rows)
+    table = pd.read_csv(FIGURE.with_suffix(".csv")) if arguments.draw else measure_all(arguments.only)
     if set(arguments.only) == set(VARIED):
         from analysis.style import save
 
-        table.to_csv(FACTS, index=False, float_format="%.4g")
-        axes = draw(table)
-        save(axes, FIGURE.with_suffix(""), ("png",))
+        save(draw(table.round(4)), FIGURE)
     for factor, part in table.groupby("factor", sort=False):
-        print(factor, {name: round(exponent(part[name], part["size"]), 2) for name in (*PARTS, "memory")})
+        print(f"{factor}:", "; ".join(f"{name} {in_words(exponent(part, name))}" for name in (*PARTS, "memory")))
 
 
 if __name__ == "__main__":
