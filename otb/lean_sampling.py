@@ -129,10 +129,11 @@ def sample(
         ids = torch.cat([ids, tokens[:, None]], dim=1)
         whole[rows, ids.size(1) - 1] = tokens
         ended = ended | stopping_criteria(ids, None)
-        if ended.all():
+        left = int(ended.sum())
+        if left == len(rows):
             return whole[:, : ids.size(1)]
         inputs = model._update_model_kwargs_for_generation(output, inputs)
-        if ended.sum() >= ENDED_SHARE * len(rows):
+        if left >= ENDED_SHARE * len(rows):
             kept = (~ended).nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             rows, ids, ended, inputs = rows[kept], ids[kept], ended[kept], of_rows(inputs, kept, len(rows))
@@ -162,6 +163,6 @@ def chosen(scores: Tensor, do_sample: bool) -> Tensor:
     if not do_sample:
         return scores.argmax(-1)
     precise = torch.float32 if scores.device.type == "mps" else torch.float64  # rare tokens keep their share
-    reached = scores.to(precise).softmax(-1).cumsum(-1)
+    reached = scores.softmax(-1).cumsum(-1, dtype=precise)
     uniform = 1 - torch.rand(len(scores), 1, dtype=reached.dtype, device=scores.device)
     return torch.searchsorted(reached, uniform * reached[:, -1:]).squeeze(1)
