@@ -5,7 +5,8 @@
 Both trainers run in threads of which one works at a time, so that a step of one is paired with the next step of the
 other: a shared machine's speed drifts, but not within a second. The ratio is that of the sums; its 95 % interval is a
 bootstrap over pairs of steps. Seconds are those of the thread's processor, on a GPU those on the clock. Both train
-(learning rate 3e-4), because a better policy has more groups that teach nothing.
+(learning rate 3e-4), because a better policy has more groups that teach nothing. Where both sample in the same way, the
+learning rate is 0 and each pair has one seed: it is a pair of the same rollouts, and its ratio that of the work alone.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def otb_arm(baseline: Any, options: dict | None = None, **given) -> Arm:
 
 TRL, RLOO = Arm(GRPOTrainer), otb_arm(rloo)
 PLAIN, TWICE = {"lean_steps": False}, {"num_iterations": 2}
+FROZEN = {"learning_rate": 0.0}
 IN_MICRO_BATCHES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "log_energy": True}
 BASELINES = {  # beside otb
     "otb_carry_loo": otb_carry_loo,
@@ -77,9 +79,13 @@ AGAINST_TRL = {  # what -> group size, ours, what it is compared with
     "otb / GRPOTrainer, N=4": (4, otb_arm(otb), TRL),
     "rloo / GRPOTrainer, N=4": (4, RLOO, TRL),
     "otb / GRPOTrainer, N=32": (32, otb_arm(otb), TRL),
-    "otb / rloo, N=4": (4, otb_arm(otb), RLOO),
-    "otb without lean steps / GRPOTrainer, N=4": (4, otb_arm(otb, PLAIN), TRL),
-    "the same with two updates, where TRL's pass is reused": (4, otb_arm(otb, PLAIN | TWICE), Arm(GRPOTrainer, TWICE)),
+    "otb / rloo, N=4": (4, otb_arm(otb, FROZEN), otb_arm(rloo, FROZEN)),
+    "otb without lean steps / GRPOTrainer, N=4": (4, otb_arm(otb, PLAIN | FROZEN), Arm(GRPOTrainer, FROZEN)),
+    "the same with two updates, where TRL's pass is reused": (
+        4,
+        otb_arm(otb, PLAIN | TWICE | FROZEN),
+        Arm(GRPOTrainer, TWICE | FROZEN),
+    ),
     "otb / GRPOTrainer, N=4, LoRA": (4, otb_arm(otb, **LORA), Arm(GRPOTrainer, given=LORA)),
 }
 CASES = AGAINST_TRL | {f"{name} / rloo, N=4": (4, otb_arm(baseline), RLOO) for name, baseline in BASELINES.items()}
@@ -101,8 +107,9 @@ class Turns(TrainerCallback):
             torch.cuda.synchronize()
         return self.clock()
 
-    def on_step_begin(self, *args, **kwargs):
+    def on_step_begin(self, args, state, control, **kwargs):
         self.mine.acquire()
+        torch.manual_seed(state.global_step)  # of the pair
         self.started = self.now()
 
     def on_step_end(self, *args, **kwargs):
