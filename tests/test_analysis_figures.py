@@ -100,7 +100,7 @@ def test_the_plotted_numbers_are_saved_beside_pdf_and_png(table, tmp_path):
 
 
 def test_a_figure_of_a_report_is_laid_out_once_for_all_its_files(table, tmp_path, monkeypatch):
-    """As the layout for another resolution would be another picture."""
+    """The layout for another resolution would be another picture."""
     layouts, execute = [], ConstrainedLayoutEngine.execute
     monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *args: layouts.append(execute(*args)))
     drawn = draw(Figure("curve", "A curve.", (table,), lambda: learning_curves(table)), tmp_path)
