@@ -148,7 +148,8 @@ def drawing(table: pd.DataFrame, title: str):
             if row.task == task:
                 ax.plot([row.difference_low, row.difference_high], [places[name]] * 2, color="#0072B2", lw=1.2)
                 ax.plot(row.difference, places[name], ls="", marker="o", ms=4, color="#0072B2")
-        ax.set_title(f"{task}, {int(drawn[drawn.task == task].seeds.min())} seeds", fontsize=9)
+        seeds = int(drawn[drawn.task == task].seeds.min())
+        ax.set_title(f"{task}, {seeds} seed{'s' * (seeds > 1)}", fontsize=9)
         ax.set(ylim=(-0.6, len(places) - 0.4))
         ax.grid(axis="y", visible=False)
     axes[0, 0].set_yticks(list(places.values()), list(places), fontsize=8)
