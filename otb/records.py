@@ -181,7 +181,7 @@ METRICS = {
     "tool_failed": Metric("share", "tool calls whose code raised an error"),
     "tool_timed_out": Metric("share", "tool calls that ran into a limit of time, memory or output"),
     "tool_refused": Metric("share", "tool calls not run: malformed, over a limit, or past the last turn"),
-    "tool_seconds": Metric("s", "time the tools ran, summed over the calls of the step"),
+    "tool_seconds": Metric("s", "time that programs ran, summed over the calls; one that calls share counts for each"),
     "cut_by_turns": Metric("share", "rollouts ended by the turn limit"),
     "cut_by_length": Metric("share", "rollouts ended by the length limit"),
     "never_called": Metric("share", "rollouts without a tool call"),

@@ -146,7 +146,10 @@ class ToolTrainer(OTBTrainer):
             setattr(holder, name, usual)
 
     def _take_turn(self, rollouts: list[_Rollout], turn_ids: list[list[int]]) -> None:
-        """Adds a turn to its rollouts and runs its programs side by side, once for all of them."""
+        """Adds a turn to its rollouts and runs its programs side by side, once for all of them.
+
+        Equal programs are run once and share the result: rollouts of a prompt write many of them.
+        """
         self._waiting = []
         calls: list[tuple[PythonTool, str | Refusal]] = []
         for rollout, ids in zip(rollouts, turn_ids, strict=True):
@@ -158,13 +161,14 @@ class ToolTrainer(OTBTrainer):
             elif not ids or ids[-1] not in self._end_tokens:
                 rollout.cut = "length"
         self._unanswered = iter(self._waiting)
-        programs = [call for _, call in calls if isinstance(call, str)]
-        results = iter(calls[0][0].sandbox.run_many(programs) if programs else [])
+        programs = list(dict.fromkeys(call for _, call in calls if isinstance(call, str)))
+        outcomes = calls[0][0].sandbox.run_many(programs) if programs else []
+        results = dict(zip(programs, outcomes, strict=True))
         for environment, call in calls:
             if call is PAST_THE_LAST_TURN:
                 environment.use.count(call)  # TRL will not ask for it
             else:
-                environment.outcomes.append(next(results) if isinstance(call, str) else call)
+                environment.outcomes.append(results[call] if isinstance(call, str) else call)
 
     def _vetted(self, rollout: _Rollout, position: int, code: str | None) -> str | Refusal:
         """Returns the program, or why it is not run. position: among the calls of the turn, from 0."""

@@ -136,19 +136,19 @@ def test_a_program_that_exits_or_never_ends_is_told_to_the_policy_and_stops_noth
 
 @needs_bubblewrap
 def test_programs_of_one_turn_are_sent_together_over_all_rollouts(trained, monkeypatch):
-    """The sandbox runs what comes together side by side (tests/test_sandbox.py)."""
+    """The sandbox runs what comes together side by side (tests/test_sandbox.py); equal ones are run once."""
     programs, run_many = [], Bubblewrap.run_many
 
     def counted(self, codes, limits=None):
-        programs.append(len(codes))
+        programs.append(codes)
         return run_many(self, codes, limits)
 
-    script = [[call(f"print({i})"), answer(7)] for i in range(8)]
+    script = [[call(f"print({i // 2})"), answer(7)] for i in range(8)]
     with Bubblewrap(PATIENT, workers=4) as sandbox:
         monkeypatch.setattr(Bubblewrap, "run_many", counted)
         trainer = trained(script, sandbox)
-    assert programs == [8]
-    assert all(f"<tool_response>{i}</tool_response>" in text for i, text in enumerate(trainer.texts()))
+    assert programs == [[f"print({i})" for i in range(4)]]
+    assert all(f"<tool_response>{i // 2}</tool_response>" in text for i, text in enumerate(trainer.texts()))
 
 
 def test_control_tokens_in_tool_output_become_plain_text(trained, tokenizer):
@@ -186,7 +186,7 @@ def test_the_call_past_the_last_turn_is_not_run_and_is_recorded(trained):
     sandbox = FakeSandbox()
     script = [[call("1"), call("2"), call("3")], [call("1"), answer(7)]]
     trainer = trained(script, sandbox, max_tool_calling_iterations=2)
-    assert sandbox.batches == [["1", "1"], ["2"]]
+    assert sandbox.batches == [["1"], ["2"]]
     assert trainer.row()["cut_by_turns"] == 0.5 and trainer.row()["cut_by_length"] == 0
     assert trainer.row()["tool_refused"] == 1 / 4 and trainer.row()["turns_mean"] == 2.5
 
