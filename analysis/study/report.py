@@ -52,6 +52,7 @@ FRONT_BEGIN, FRONT_END = "<!-- verdicts: make report-study -->", "<!-- end of ve
 MAIN = "claim_c3_c4"  # what the names of files of rows begin with
 OTHERS = {"C1": "claim_c1", "C2": "claim_c2", "C2, several updates per batch": "claim_c2_updates"}
 OTHERS |= {verdicts.FIXED: "claim_fixed_rollouts"}
+BETWEEN = "claim_c2_between"  # rates that the rules added to the grid of C2
 TASKS = ("arithmetic", "arithmetic_tools", "arithmetic_long")
 COMPARED = (("otb", 4), ("rloo", 4), ("grpo", 4), ("rloo", 32), ("grpo", 32))
 
@@ -101,8 +102,11 @@ def all_comparisons(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame
         found += verdicts.accuracy_at_small_n(runs) + verdicts.tokens_saved(runs)
         if not (deep := of_kind(rows, OTHERS[verdicts.FIXED]).query("task == @runs.task")).empty:
             found += verdicts.rollouts_divided(runs, Runs(deep))
-    for _, part in of_kind(rows, OTHERS["C2"]).groupby("task"):
+    grid = {name: part for name, part in rows.items() if name != BETWEEN}
+    for _, part in of_kind(grid, OTHERS["C2"]).groupby("task"):
         found += verdicts.collapses(part)
+    for _, part in of_kind(rows, BETWEEN).groupby("task"):
+        found.append(verdicts.collapses_between(part))
     return found
 
 

@@ -261,6 +261,15 @@ def collapses(rows: pd.DataFrame) -> list[Comparison]:
     return comparisons
 
 
+def collapses_between(rows: pd.DataFrame) -> Comparison:
+    """Compares the shares of collapsed runs at the rates that were added to C2, which speak no verdict of their own.
+
+    rows: of one task.
+    """
+    found = collapses(rows)[0]
+    return found._replace(what=f"rates between: {found.what}", verdict="", why=f"by the same rule: {found.verdict}")
+
+
 def judged_settings(rows: pd.DataFrame) -> tuple[pd.DataFrame, int, int]:
     """Returns the rows of the settings of C2's grid that are judged, how many these are, and the least seeds of one.
 
