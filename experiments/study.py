@@ -36,13 +36,14 @@ from otb.errors import RunError
 ROWS = CONF.parent / "docs" / "study" / "rows"
 RUNS = "runs/study"
 RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
-MEASURED, MEASURED_REAL = "claim_c1", "claim_c1_real"  # whose rows are measurements of policies, not runs
-QUICK = {"claim_c3_c4": 3, "claim_c3_c4_32": 2, MEASURED: 1, "claim_c2": 2}  # seeds: half an hour on two cores
+MEASURED = ("claim_c1", "claim_c1_tools", "claim_c1_long")  # whose rows are measurements of policies, not runs
+MEASURED_REAL = "claim_c1_real"
+QUICK = {"claim_c3_c4": 3, "claim_c3_c4_32": 2, "claim_c1": 1, "claim_c2": 2}  # seeds: half an hour on two cores
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
-    *(MEASURED, "claim_fixed_rollouts", "claim_c2", "claim_c2_between", "claim_c2_updates"),
-    *("claim_rates_tools", "claim_rates_tools_32", "claim_c3_c4_tools", "claim_c3_c4_tools_32"),
-    *("claim_rates_long", "claim_rates_long_32", "claim_c3_c4_long", "claim_c3_c4_long_32"),
+    *("claim_c1", "claim_fixed_rollouts", "claim_c2", "claim_c2_between", "claim_c2_updates"),
+    *("claim_rates_tools", "claim_rates_tools_32", "claim_c3_c4_tools", "claim_c3_c4_tools_32", "claim_c1_tools"),
+    *("claim_rates_long", "claim_rates_long_32", "claim_c3_c4_long", "claim_c3_c4_long_32", "claim_c1_long"),
     *("neighbours_improvement", "neighbours_auxiliary", "neighbours_token_weights", "neighbours_schedule"),
     MEASURED_REAL,
 )
@@ -63,11 +64,11 @@ def study(
     check_parallel(parallel)
     for recipe, seeds in recipes.items():
         file = folder / f"{recipe}.csv"
-        if recipe == MEASURED:
+        if recipe in MEASURED:
             with composing(recipe) as (_, sweep):
                 runs = runs_of(sweep, recipe, None)
             if made is None:
-                measure(runs[:seeds], parallel, file, Path(RUNS))
+                measure(recipe, runs[:seeds], sweep.steps, parallel, file, Path(RUNS))
             continue
         if recipe == MEASURED_REAL:
             if made is None:

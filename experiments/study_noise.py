@@ -1,8 +1,8 @@
 """Measures claim C1 of the study: the noise of the true gradient, of tiny policies and of a real language model.
 
-`python experiments/study.py claim_c1` calls it. A policy of conf/experiment/claim_c1.yaml is measured at the start, at
-half and at the end of its run; each measurement adds its rows, one per prompt, estimator and group size, to
-docs/study/rows/claim_c1.csv at once. `claim_c1_real` measures SmolLM2-135M-Instruct after a supervised warm start. Runs
+`python experiments/study.py claim_c1` calls it. A policy of a recipe conf/experiment/claim_c1*.yaml is measured at the
+start, at half and at the end of its run; each measurement adds its rows, one per prompt, estimator and group size, to
+docs/study/rows/RECIPE.csv at once. `claim_c1_real` measures SmolLM2-135M-Instruct after a supervised warm start. Runs
 and measurements are the commands that a user types; a killed one goes on where it was.
 """
 
@@ -19,7 +19,7 @@ from analysis.study import noise
 from experiments.command_line import CONF
 from otb.errors import RunError
 
-STAGES = {"start": 0, "half": 40, "end": 80}  # steps of the run at which a policy is measured
+STAGES = {"start": 0.0, "half": 0.5, "end": 1.0}  # parts of the run after which a policy is measured
 # The two that are compared, what OTB's gain is made of, and the rest of the main arms (docs/study/rules.md).
 ESTIMATORS = ("rloo", "otb", "otb_loo", "otb_exact", "otb_carry", "sequence_energy", "grpo", "none", "trajectory_cv")
 REAL_MODEL = ("model=smollm2-135m", "task=arithmetic")
@@ -43,18 +43,21 @@ def policies(runs: list[list[str]]) -> list[Policy]:
     return [Policy(run["task"], int(run["+model.warm_start.seed"]), stage) for run in found for stage in STAGES]
 
 
-def measure(runs: list[list[str]], parallel: int | None, file: Path, folder: Path) -> None:
-    """Measures the policies that have no rows in `file`. folder: of the runs. Raises RunError where a command fails."""
+def measure(recipe: str, runs: list[list[str]], steps: int, parallel: int | None, file: Path, folder: Path) -> None:
+    """Measures the policies of a recipe that have no rows in `file`. Raises RunError where a command fails.
+
+    steps: of a whole run. folder: of the runs.
+    """
     known = noise.measured(file)
     missing = [policy for policy in policies(runs) if policy not in known]
-    print(f"claim_c1: {len(policies(runs))} measurements, {len(known)} of them have rows", flush=True)
+    print(f"{recipe}: {len(policies(runs))} measurements, {len(known)} of them have rows", flush=True)
     for policy in missing:
         of_warm_start = f"+model.warm_start.seed={policy.seed}"
         asked = [f"task={policy.task}", of_warm_start]
-        if steps := STAGES[policy.stage]:
+        if step := int(steps * STAGES[policy.stage]):
             run = folder / "c1" / f"{policy.task}-{policy.seed}"
-            typed("run", "experiment=claim_c1", "baseline=rloo", *asked, f"steps={steps}", f"runs_dir={run}")
-            (checkpoint,) = run.glob(f"*/*/checkpoints/step-{steps:08d}")
+            typed("run", f"experiment={recipe}", "baseline=rloo", *asked, f"steps={step}", f"runs_dir={run}")
+            (checkpoint,) = run.glob(f"*/*/checkpoints/step-{step:08d}")
             asked.append(f"checkpoint={checkpoint}")
         place = folder / "c1" / "-".join([policy.task, str(policy.seed), policy.stage])
         noise.add(moments(place, parallel, *asked), policy, file)

@@ -54,6 +54,7 @@ OTHERS = {"C1": "claim_c1", "C2": "claim_c2", "C2, several updates per batch": "
 OTHERS |= {verdicts.FIXED: "claim_fixed_rollouts"}
 BETWEEN = "claim_c2_between"  # rates that the rules added to the grid of C2
 TASKS = ("arithmetic", "arithmetic_tools", "arithmetic_long")
+RECIPE_ENDS = {"arithmetic": "", "arithmetic_tools": "_tools", "arithmetic_long": "_long", REAL: "_real"}
 COMPARED = (("otb", 4), ("rloo", 4), ("grpo", 4), ("rloo", 32), ("grpo", 32))
 
 
@@ -148,7 +149,7 @@ def summary(spoken: list[Comparison]) -> list[str]:
 
 def command_of(comparison: Comparison) -> str:
     """Returns the command that makes the rows of a comparison."""
-    return COMMANDS[comparison.claim] + ("_real" if comparison.task == REAL else "")
+    return COMMANDS[comparison.claim] + RECIPE_ENDS[comparison.task]
 
 
 def effect_text(comparison: Comparison) -> str:
