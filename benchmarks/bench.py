@@ -24,14 +24,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from step_time import AGAINST_TRL, PLAIN, otb_arm, parts_of_steps, quiet, ratio, side_by_side
+from step_time import AGAINST_TRL, PLAIN, otb_arm, parts_of_steps, policy_of, quiet, ratio, side_by_side
 
 from otb.advantages import advantages
 from otb.baselines.otb import otb
-from otb.policies.warm_start import WarmStart, warm_start
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.score_norms import logit_gradient_proxy
-from otb.tasks.arithmetic import Arithmetic
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results.csv")
@@ -42,16 +40,15 @@ EPS = 1e-8
 
 def steps() -> Iterator[tuple]:
     """Compares training steps with TRL's (benchmarks/step_time.py)."""
-    policy = str(warm_start(Arithmetic(), WarmStart()))
-    for name, (group_size, *arms) in AGAINST_TRL.items():
-        pairs = side_by_side(policy, group_size, *arms, 12 if group_size > 4 else 40)
+    for name, (group_size, ours, theirs) in AGAINST_TRL.items():
+        pairs = side_by_side(policy_of(ours.task), group_size, ours, theirs, 12 if group_size > 4 else 40)
         yield (f"step: {name}", "ratio", *ratio(pairs), len(pairs))
 
 
 def overhead() -> Iterator[tuple]:
     """Takes what score norms, baseline and advantages cost beside the loss, where each pass is made as TRL makes it."""
-    policy = str(warm_start(Arithmetic(), WarmStart()))
-    pairs = parts_of_steps(policy, otb_arm(otb, PLAIN), 40)
+    arm = otb_arm(otb, PLAIN)
+    pairs = parts_of_steps(policy_of(arm.task), arm, 40)
     yield (OVERHEAD, "ratio", *ratio(pairs), len(pairs))
 
 

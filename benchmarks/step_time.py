@@ -1,10 +1,11 @@
 """Step time of OTBTrainer against trl.GRPOTrainer, and of the baselines against `rloo`, in turn in one process.
 
-    python benchmarks/step_time.py --policy FOLDER [--steps 40 --cases 'otb / GRPOTrainer, N=4' ...]
+    python benchmarks/step_time.py [--policy FOLDER --steps 40 --cases 'otb / GRPOTrainer, N=4' ...]
 
 Both trainers run in threads of which one works at a time, so that a step of one is paired with the next step of the
 other: a shared machine's speed drifts, but not within a second. The ratio is that of the sums; its 95 % interval is a
-bootstrap over pairs of steps. Seconds are those of the thread's processor, on a GPU those on the clock. Both train
+bootstrap over pairs of steps. Seconds are those of the thread's processor, on a GPU and with tools, whose programs are
+other processes, those on the clock. Both train
 (learning rate 3e-4), because a better policy has more groups that teach nothing. Where both sample in the same way, the
 learning rate is 0 and each pair has one seed: it is a pair of the same rollouts, and its ratio that of the work alone.
 """
@@ -21,6 +22,7 @@ import statistics
 import tempfile
 import threading
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +42,13 @@ from otb.baselines.otb_exact import otb_exact
 from otb.baselines.rloo import rloo
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
+from otb.policies.warm_start import WarmStart, warm_start
+from otb.sandbox.bubblewrap import Bubblewrap
+from otb.tasks import Task
 from otb.tasks.arithmetic import Arithmetic
+from otb.tasks.arithmetic_tools import ArithmeticTools
+from otb.tasks.python_tool import PythonTool
+from otb.tool_rollouts import ToolTrainer
 from otb.trainer import isolated_random_state
 
 WARM_UP_STEPS = 2
@@ -49,11 +57,12 @@ LORA = {"peft_config": LoraConfig(target_modules="all-linear", r=16, lora_alpha=
 
 
 class Arm(NamedTuple):
-    """One side of a comparison: a trainer's class, options of its configuration, and further arguments by name."""
+    """One side of a comparison: a trainer's class, options of its configuration, further arguments, and its task."""
 
     kind: type
     options: dict = {}
     given: dict = {}
+    task: Task = Arithmetic()
 
 
 def otb_arm(baseline: Any, options: dict | None = None, **given) -> Arm:
@@ -62,6 +71,7 @@ def otb_arm(baseline: Any, options: dict | None = None, **given) -> Arm:
 
 
 TRL, RLOO = Arm(GRPOTrainer), otb_arm(rloo)
+TOOLS = {"environment_factory": partial(PythonTool, Bubblewrap())}  # TRL's loop runs the programs of a turn one by one
 PLAIN, TWICE = {"lean_steps": False}, {"num_iterations": 2}
 FROZEN = {"learning_rate": 0.0}
 IN_MICRO_BATCHES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "log_energy": True}
@@ -87,6 +97,11 @@ AGAINST_TRL = {  # what -> group size, ours, what it is compared with
         Arm(GRPOTrainer, TWICE | FROZEN),
     ),
     "otb / GRPOTrainer, N=4, LoRA": (4, otb_arm(otb, **LORA), Arm(GRPOTrainer, given=LORA)),
+    "otb / GRPOTrainer, N=4, tools": (
+        4,
+        Arm(ToolTrainer, {}, {"baseline": otb, **TOOLS}, ArithmeticTools()),
+        Arm(GRPOTrainer, {}, TOOLS, ArithmeticTools()),
+    ),
 }
 CASES = AGAINST_TRL | {f"{name} / rloo, N=4": (4, otb_arm(baseline), RLOO) for name, baseline in BASELINES.items()}
 CASES["otb, noise measured / not, 8 micro-batches"] = (
@@ -97,10 +112,10 @@ CASES["otb, noise measured / not, 8 micro-batches"] = (
 class Turns(TrainerCallback):
     """Lets a trainer make its step only when it is its turn, and keeps the seconds of each."""
 
-    def __init__(self, mine: threading.Semaphore, others: threading.Semaphore):
+    def __init__(self, mine: threading.Semaphore, others: threading.Semaphore, own_processor: bool):
         self.mine, self.others = mine, others
         self.seconds: list[float] = []
-        self.clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
+        self.clock = time.thread_time if own_processor else time.perf_counter
 
     def now(self) -> float:
         if torch.cuda.is_available():
@@ -117,14 +132,20 @@ class Turns(TrainerCallback):
         self.others.release()
 
 
+def policy_of(task: Task) -> str:
+    """Returns the folder of the tiny policy, warm-started on a task."""
+    return str(warm_start(task, WarmStart()))
+
+
 def trainer_of(arm: Arm, policy: str, group_size: int, steps: int, output: str, turns: Turns):
     """Returns the trainer of an arm, ready to train."""
-    task, on_cpu = Arithmetic(), not torch.cuda.is_available()
+    task, on_cpu = arm.task, not torch.cuda.is_available()
     usual = dict(
         output_dir=output, use_cpu=on_cpu, bf16=not on_cpu, gradient_checkpointing=False, report_to="none",
         save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=3e-4, lr_scheduler_type="constant",
         loss_type="dr_grpo", num_generations=group_size, per_device_train_batch_size=PROMPTS * group_size,
         max_completion_length=task.max_completion_length, max_steps=steps + WARM_UP_STEPS,
+        max_tool_calling_iterations=None if task.environment is None else task.max_turns - 1,
     )  # fmt: skip
     arguments = OTBConfig(**(usual | arm.options))
     trainer = arm.kind(
@@ -143,7 +164,8 @@ def trainer_of(arm: Arm, policy: str, group_size: int, steps: int, output: str, 
 def side_by_side(policy: str, group_size: int, ours: Arm, theirs: Arm, steps: int) -> np.ndarray:
     """Returns the seconds of each pair of steps, (steps, 2), warm-up left out."""
     first, second = threading.Semaphore(1), threading.Semaphore(0)
-    both = (Turns(first, second), Turns(second, first))
+    own_processor = not torch.cuda.is_available() and ours.task.environment is None
+    both = (Turns(first, second, own_processor), Turns(second, first, own_processor))
     with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
         trainers = [
             trainer_of(arm, policy, group_size, steps, output, turns)
@@ -161,7 +183,7 @@ def parts_of_steps(policy: str, arm: Arm, steps: int) -> np.ndarray:
     """Returns seconds on the clock, (steps, 2), of an arm's steps: those for advantages, and those for the loss."""
     alone, found = threading.Semaphore(1), []
     with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
-        trainer = trainer_of(arm, policy, 4, steps, output, Turns(alone, alone))
+        trainer = trainer_of(arm, policy, 4, steps, output, Turns(alone, alone, False))
         training_step = trainer.training_step
 
         def timed(*args, **kwargs):
@@ -195,7 +217,7 @@ def quiet() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--policy", required=True, help="folder of the warm-started tiny policy")
+    parser.add_argument("--policy", help="folder of a policy; default: the tiny one, warm-started on a case's task")
     parser.add_argument("--steps", type=int, default=40, help="counted steps of each, even: a cycle of updates is two")
     parser.add_argument("--cases", nargs="*", help=f"of {'; '.join(CASES)}; none: all")
     parser.add_argument("--json", help="also write the figures to this file")
@@ -203,7 +225,8 @@ def main() -> None:
     quiet()
     rows = []
     for name in arguments.cases or CASES:
-        pairs = side_by_side(arguments.policy, *CASES[name], arguments.steps)
+        policy = arguments.policy or policy_of(CASES[name][1].task)
+        pairs = side_by_side(policy, *CASES[name], arguments.steps)
         found, low, high = ratio(pairs)
         ours, theirs = (statistics.mean(column) for column in pairs.T)
         rows.append({"case": name, "ours": ours, "theirs": theirs, "ratio": found, "low": low, "high": high})
