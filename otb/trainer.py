@@ -519,7 +519,8 @@ class OTBTrainer(LeanTrainer):
         prompt_width, width_of_all = output["prompt_ids"].size(1), output["completion_ids"].size(1)
         lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
         started = time.perf_counter()
-        keep = keep and self.token_weights is None and not self._needs & EXACT_NORMS and self._can_keep_pass(output)
+        watches = bool(self.token_weights and self.token_weights.measure)
+        keep = keep and not watches and not self._needs & EXACT_NORMS and self._can_keep_pass(output)
         learns = torch.zeros_like(lengths, dtype=torch.bool)
         if keep:
             learns = self._may_learn(OwnTokens(response_mask(output)))

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from trl import GRPOTrainer
 
+from otb import OTBTrainer
 from otb import trainer as otb_trainer
 from otb.baselines import declare
 from otb.baselines.energy_probe import EnergyProbe
@@ -20,7 +21,8 @@ from otb.baselines.rloo import rloo
 from otb.lean_sampling import chosen, generate, lean_sampling, sample
 from otb.lean_trainer import chunks, in_order, is_noisy, learning_rows
 from otb.tasks.arithmetic import Arithmetic
-from tests.support.trainers import recorded
+from otb.token_weights import TokenWeights
+from tests.support.trainers import recorded, trained
 
 MOVING = ("step_time", "seconds", "runtime", "per_second", "total_flos")
 
@@ -88,6 +90,21 @@ def test_a_lean_step_has_the_gradient_and_the_metrics_of_a_plain_one(
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     for mine, theirs in zip(lean.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("baseline", [otb, EnergyProbe()], ids=["otb", "one that learns"])
+def test_uniform_token_weights_change_no_bit_and_cost_no_forward(tmp_path, untrained, tokenizer, rows_read, baseline):
+    runs, read = [], []
+    for weights in (None, TokenWeights("uniform")):
+        rows_read.update({True: 0, False: 0})
+        options = {"baseline": baseline, "given": {"token_weights": weights}, "lean_steps": True, "max_steps": 3}
+        runs.append(trained(OTBTrainer, tmp_path / str(len(runs)), copy.deepcopy(untrained), tokenizer, **options))
+        read.append(dict(rows_read))
+    plain, uniform = runs
+    assert read[0] == read[1]
+    for mine, theirs in zip(logged(uniform), logged(plain), strict=True):
+        assert {name: value for name, value in mine.items() if not name.startswith("token_")} == theirs
+    assert all(map(torch.equal, uniform.model.parameters(), plain.model.parameters()))
 
 
 def constant_first_groups(completions, **columns) -> list[float]:
