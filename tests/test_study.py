@@ -505,6 +505,19 @@ def test_the_page_of_methods_has_a_table_and_a_figure_per_recipe_that_has_rows(t
     assert methods.write_methods({}, tmp_path / "none") == [] and not (tmp_path / "none").exists()
 
 
+def test_a_question_that_several_recipes_answer_is_one_table(tmp_path):
+    off, decayed, cosine = ("schedule.floor=1.0", "schedule.floor=0.1", "trainer.lr_scheduler_type=cosine")
+    rows_of = {
+        "neighbours_schedule": pd.DataFrame([*with_method(off, 0.1), *with_method(decayed, 0.1)]),
+        "neighbours_schedule_cosine": pd.DataFrame(with_method(cosine, 0.3)),
+    }
+    methods.write_methods(rows_of, tmp_path)
+    page = (tmp_path / "comparison.md").read_text()
+    assert page.count("\n## ") == 1 and "study.py neighbours_schedule neighbours_schedule_cosine`" in page
+    (found,) = pd.read_csv(tmp_path / "comparison.csv").query("variant == @cosine").to_dict("records")
+    assert found["difference"] == pytest.approx(0.15)  # of the last two of three evaluations, half of .2 and .2
+
+
 def test_a_figure_of_methods_has_a_row_for_each_learning_rate():
     made = [
         run

@@ -22,19 +22,27 @@ from analysis.style import PAGE, figure, keep_numbers, save
 
 
 class Question(NamedTuple):
-    """What a recipe compares. off: what is varied where the method is off, which all others are compared with."""
+    """What recipes compare. off: what is varied where the method is off, which all others are compared with.
+
+    more: recipes beside the one that it is filed under.
+    """
 
     title: str
     page: str
     off: str
+    more: tuple[str, ...] = ()
 
 
 QUESTIONS = {
     "neighbours_improvement": Question("Improvement updates (PIPO)", "pipo.md", "improvement=none"),
+    "neighbours_plateau": Question("Improvement updates on a plateau, 200 steps", "pipo.md", "improvement=none"),
     "neighbours_auxiliary": Question("An auxiliary head (OCC), two updates a batch", "occ.md", "auxiliary=mtp_detach"),
     "neighbours_token_weights": Question("Token weights (ARCA), with LoRA", "token_weights.md", "token_weights=none"),
     "neighbours_schedule": Question(
-        "Length-triggered decay, a sampler that differs", "length_triggered.md", "schedule.floor=1.0"
+        "Length-triggered decay, a sampler that differs",
+        "length_triggered.md",
+        "schedule.floor=1.0",
+        ("neighbours_schedule_cosine", "neighbours_schedule_tools"),
     ),
 }
 HEAD = """\
@@ -170,9 +178,11 @@ def write_methods(rows: dict[str, pd.DataFrame], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     lines, tables, written = [HEAD], [], []
     for name, question in asked.items():
-        table = comparison(rows[name], question.off)
+        recipes = [name, *(other for other in question.more if other in rows)]
+        table = comparison(pd.concat([rows[recipe] for recipe in recipes], ignore_index=True), question.off)
         tables.append(table.assign(recipe=name))
-        lines += [f"## {question.title}", "", f"`python experiments/study.py {name}`, [method]({question.page}).", ""]
+        command = f"`python experiments/study.py {' '.join(recipes)}`"
+        lines += [f"## {question.title}", "", f"{command}, [method]({question.page}).", ""]
         lines += [markdown_table(shown(table)), ""]
         if "difference" in table and table.difference.notna().any():
             written += save(drawing(table, question.title), folder / "figures" / name, ("png", "pdf"))
