@@ -37,9 +37,9 @@ def seeds_text(seeds: Collection[int]) -> str:
     return f"{low} seed{'s' if low != 1 else ''}" if low == high else f"{low}-{high} seeds"
 
 
-def figure(columns: int = 1, width: float = COLUMN, height: float = 2.3, **options):
-    """Makes a figure in the project's style; returns it with its axes, an array where there are several columns."""
-    return plt.subplots(1, columns, figsize=(width, height), **options)
+def figure(columns: int = 1, width: float = COLUMN, height: float = 2.3, rows: int = 1, **options):
+    """Makes a figure in the project's style; returns it with its axes, an array where there are several."""
+    return plt.subplots(rows, columns, figsize=(width, height), **options)
 
 
 def legend_below(axes) -> None:

@@ -367,8 +367,8 @@ def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():
     page = collapses.cells_section(table.reset_index())
     assert "| 0.003 | `rollouts_by=hf` | 3 of 3, median step 16 |" in page and "| 0 of 3 |" in page
     axes = collapses.survival(pd.DataFrame(made))
-    assert [len(panel.get_lines()) for panel in axes[0]] == [2, 2]
-    assert "3 runs per arm, 3 seeds" in axes[0, 0].get_title()
+    assert [len(panel.get_lines()) for panel in axes] == [2, 2]
+    assert "3 runs per arm, 3 seeds" in axes[0].get_title()
 
 
 def test_rollouts_of_a_step_are_divided_in_two_ways():

@@ -14,7 +14,7 @@ from analysis.report.markdown import markdown_table
 from analysis.stability import stability_table, survivors
 from analysis.study.rows import steps_table
 from analysis.study.verdicts import SETTING
-from analysis.style import PAGE, figure, keep_numbers, legend_below, seeds_text
+from analysis.style import PAGE, figure, figure_of, keep_numbers, legend_below, seeds_text
 
 
 def cells(rows: pd.DataFrame) -> pd.DataFrame:
@@ -51,15 +51,20 @@ def cells_section(table: pd.DataFrame) -> str:
 def survival(rows: pd.DataFrame):
     """Draws the share of runs that have not collapsed over steps, a panel per learning rate, all its settings pooled.
 
+    At most three panels stand side by side: more would write their titles over each other.
+
     rows: of one task.
 
     Returns:
         Array of axes.
     """
     rates = sorted(rows.learning_rate.unique())
-    _, axes = figure(len(rates), PAGE, 2.4, sharey=True, squeeze=False)
-    plotted = []
-    for panel, rate in zip(axes[0], rates, strict=True):
+    lines = -(-len(rates) // 3)
+    _, axes = figure(min(3, len(rates)), PAGE, 0.4 + 2.0 * lines, lines, sharey=True, squeeze=False)
+    for panel in axes.flat[len(rates) :]:
+        panel.remove()
+    panels, plotted = axes.flat[: len(rates)], []
+    for panel, rate in zip(panels, rates, strict=True):
         of_rate = rows[rows.learning_rate == rate]
         runs = stability_table(steps_table(of_rate))
         counts = []
@@ -74,7 +79,7 @@ def survival(rows: pd.DataFrame):
         of_arm = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}"
         about = f"{of_arm} runs per arm, {seeds_text([of_rate.seed.nunique()])}"
         panel.set_title(f"learning rate {rate:g}\n{about}", fontsize=7)
-    axes[0, 0].set_ylabel("share of runs alive (95 % Wilson)")
-    legend_below(max(axes[0], key=lambda panel: len(panel.get_lines())))  # one that has all arms
-    keep_numbers(axes[0], pd.concat(plotted))
-    return axes
+    figure_of(axes).supylabel("share of runs alive (95 % Wilson)", fontsize=8)
+    legend_below(max(panels, key=lambda panel: len(panel.get_lines())))  # one that has all arms
+    keep_numbers(axes, pd.concat(plotted))
+    return panels
