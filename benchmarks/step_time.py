@@ -5,9 +5,9 @@
 Both trainers run in threads of which one works at a time, so that a step of one is paired with the next step of the
 other: a shared machine's speed drifts, but not within a second. The ratio is that of the sums; its 95 % interval is a
 bootstrap over pairs of steps. Seconds are those of the thread's processor, on a GPU and with tools, whose programs are
-other processes, those on the clock. Both train
-(learning rate 3e-4), because a better policy has more groups that teach nothing. Where both sample in the same way, the
-learning rate is 0 and each pair has one seed: it is a pair of the same rollouts, and its ratio that of the work alone.
+other processes, those on the clock. Both train (learning rate 3e-4), because a better policy has more groups that teach
+nothing. Where both sample in the same way, the learning rate is 0 and each pair has one seed: it is a pair of the same
+rollouts, and its ratio that of the work alone.
 """
 
 from __future__ import annotations

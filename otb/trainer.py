@@ -207,7 +207,7 @@ class OTBTrainer(LeanTrainer):
         given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
         self._refuse_before_loading(given, auxiliary)
         # Whether the extra pass is made even where TRL makes one.
-        self._own_pass = "hidden_states" in self._needs or bool(token_weights and token_weights.measure)
+        self._own_pass = "hidden_states" in self._needs or bool(self._watched_for_weights)
         # What the hooks of one step leave for those that follow; see the order above.
         self._scoring = False  # whether no-grad passes are to return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
@@ -519,8 +519,7 @@ class OTBTrainer(LeanTrainer):
         prompt_width, width_of_all = output["prompt_ids"].size(1), output["completion_ids"].size(1)
         lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
         started = time.perf_counter()
-        watches = bool(self.token_weights and self.token_weights.measure)
-        keep = keep and not watches and not self._needs & EXACT_NORMS and self._can_keep_pass(output)
+        keep = keep and not self._watched_for_weights and not self._needs & EXACT_NORMS and self._can_keep_pass(output)
         learns = torch.zeros_like(lengths, dtype=torch.bool)
         if keep:
             learns = self._may_learn(OwnTokens(response_mask(output)))
@@ -579,13 +578,18 @@ class OTBTrainer(LeanTrainer):
         with torch.no_grad(), checkpointing_off, without_dropout(self.model):
             yield
 
+    @property
+    def _watched_for_weights(self) -> str:
+        """What the signal of the token weights is made of, `TokenWeights.measure`; "" where nothing is measured."""
+        return self.token_weights.measure if self.token_weights else ""
+
     def _watched_pass(self, ids: Tensor, attention_mask: Tensor, width: int, compute_entropy: bool):
         """Makes the forward of one chunk, and one of the base where token weights compare the policy with it.
 
         -> log pi, log sum pi^2 and, if asked for, entropies; what the signal of the weights is made of or None: each
         (b, width).
         """
-        measure = self.token_weights.measure if self.token_weights else ""
+        measure = self._watched_for_weights
         states = self.token_weights.states if self.token_weights and measure == "residuals" else None
         part = (ids, attention_mask)
         with self._hidden_states(states) as of_policy:
@@ -612,7 +616,7 @@ class OTBTrainer(LeanTrainer):
         """
         if self.token_weights is None:
             return None, None
-        signals = self.token_weights.signals(own.pack(watched), own.own) if self.token_weights.measure else None
+        signals = self.token_weights.signals(own.pack(watched), own.own) if self._watched_for_weights else None
         return signals, self.token_weights.factors(signals, own.own)
 
     def _gathered_factors(self, weights: TokenWeights, rollouts: RolloutGroups) -> Tensor:

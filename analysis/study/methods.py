@@ -18,7 +18,7 @@ from analysis.intervals import Interval, bootstrap, difference, iqm
 from analysis.report.markdown import markdown_table
 from analysis.stability import stability_table
 from analysis.study.rows import numbers, steps_table
-from analysis.style import PAGE, figure, keep_numbers, save
+from analysis.style import PAGE, figure, keep_numbers, save, seeds_text
 
 
 class Question(NamedTuple):
@@ -156,8 +156,7 @@ def drawing(table: pd.DataFrame, title: str):
             if row.task == task:
                 ax.plot([row.difference_low, row.difference_high], [places[name]] * 2, color="#0072B2", lw=1.2)
                 ax.plot(row.difference, places[name], ls="", marker="o", ms=4, color="#0072B2")
-        seeds = int(drawn[drawn.task == task].seeds.min())
-        ax.set_title(f"{task}, {seeds} seed{'s' * (seeds > 1)}", fontsize=9)
+        ax.set_title(f"{task}, {seeds_text(drawn[drawn.task == task].seeds)}", fontsize=9)
         ax.set(ylim=(-0.6, len(places) - 0.4))
         ax.grid(axis="y", visible=False)
     axes[0, 0].set_yticks(list(places.values()), list(places), fontsize=8)
