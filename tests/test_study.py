@@ -344,11 +344,11 @@ def test_c2_counts_settings_that_have_ten_seeds_of_both():
     assert found.verdict == UNDECIDED and found.why == "no setting has both arms"
 
 
-def test_c2_at_the_rates_between_speaks_no_verdict_of_its_own():
+def test_c2_beside_its_grid_speaks_no_verdict_of_its_own():
     made = [made_up(arm, seed=seed, rate=1.6e-3) | {"varied": ""} for seed in SEEDS for arm in ("otb", "rloo")]
     for run in made[1::2]:
         run["accuracy"] = " ".join(["1"] * 10 + ["0"] * 10)
-    found = verdicts.collapses_between(pd.DataFrame(made))
+    found = verdicts.collapses_beside(pd.DataFrame(made), "rates between")
     assert found.what == "rates between: RLOO (10 of 10) minus OTB (0 of 10)"
     assert (found.verdict, found.why) == ("", f"by the same rule: {SUPPORTED}")
 

@@ -52,7 +52,8 @@ FRONT_BEGIN, FRONT_END = "<!-- verdicts: make report-study -->", "<!-- end of ve
 MAIN = "claim_c3_c4"  # what the names of files of rows begin with
 OTHERS = {"C1": "claim_c1", "C2": "claim_c2", "C2, several updates per batch": "claim_c2_updates"}
 OTHERS |= {verdicts.FIXED: "claim_fixed_rollouts"}
-BETWEEN = "claim_c2_between"  # rates that the rules added to the grid of C2
+COSINE = "claim_c2_cosine"
+BESIDE_C2 = {"claim_c2_between": "rates between", COSINE: "a cosine from 2e-3"}  # what the rules added to its grid
 TASKS = ("arithmetic", "arithmetic_tools", "arithmetic_long")
 RECIPE_ENDS = {"arithmetic": "", "arithmetic_tools": "_tools", "arithmetic_long": "_long", REAL: "_real"}
 COMPARED = (("otb", 4), ("rloo", 4), ("grpo", 4), ("rloo", 32), ("grpo", 32))
@@ -103,11 +104,11 @@ def all_comparisons(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame
         found += verdicts.accuracy_at_small_n(runs) + verdicts.tokens_saved(runs)
         if not (deep := of_kind(rows, OTHERS[verdicts.FIXED]).query("task == @runs.task")).empty:
             found += verdicts.rollouts_divided(runs, Runs(deep))
-    grid = {name: part for name, part in rows.items() if name != BETWEEN}
+    grid = {name: part for name, part in rows.items() if name not in BESIDE_C2}
     for _, part in of_kind(grid, OTHERS["C2"]).groupby("task"):
         found += verdicts.collapses(part)
-    for _, part in of_kind(rows, BETWEEN).groupby("task"):
-        found.append(verdicts.collapses_between(part))
+    for recipe, words in BESIDE_C2.items():
+        found += [verdicts.collapses_beside(part, words) for _, part in of_kind(rows, recipe).groupby("task")]
     return found
 
 
@@ -271,7 +272,10 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
         ("C2", OTHERS["C2"], lambda rows: survival(verdicts.judged_settings(rows)[0])),
     ]
     for claim, kind, make in makers:
-        for task, part in of_kind(rows, kind).groupby("task"):
+        drawable = {
+            name: part for name, part in rows.items() if name != COSINE
+        }  # its rate falls: no panel of that rate
+        for task, part in of_kind(drawable, kind).groupby("task"):
             try:
                 axes = make(part)
             except RunError:  # too few arms yet: the tables say which

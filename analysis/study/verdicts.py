@@ -261,13 +261,13 @@ def collapses(rows: pd.DataFrame) -> list[Comparison]:
     return comparisons
 
 
-def collapses_between(rows: pd.DataFrame) -> Comparison:
-    """Compares the shares of collapsed runs at the rates that were added to C2, which speak no verdict of their own.
+def collapses_beside(rows: pd.DataFrame, words: str) -> Comparison:
+    """Compares the shares of collapsed runs in settings that were added to C2's grid and speak no verdict of their own.
 
-    rows: of one task.
+    rows: of one task. words: which settings these are.
     """
     found = collapses(rows)[0]
-    return found._replace(what=f"rates between: {found.what}", verdict="", why=f"by the same rule: {found.verdict}")
+    return found._replace(what=f"{words}: {found.what}", verdict="", why=f"by the same rule: {found.verdict}")
 
 
 def judged_settings(rows: pd.DataFrame) -> tuple[pd.DataFrame, int, int]:
