@@ -271,10 +271,8 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
         ("C4", MAIN, curves_over_tokens),
         ("C2", OTHERS["C2"], lambda rows: survival(verdicts.judged_settings(rows)[0])),
     ]
+    drawable = {name: part for name, part in rows.items() if name != COSINE}  # a panel is about a rate that stays
     for claim, kind, make in makers:
-        drawable = {
-            name: part for name, part in rows.items() if name != COSINE
-        }  # its rate falls: no panel of that rate
         for task, part in of_kind(drawable, kind).groupby("task"):
             try:
                 axes = make(part)
