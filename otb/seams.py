@@ -194,7 +194,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "_get_tool_suffix_ids(tool_messages)", "extended: makes a reply harmless and short enough"),
         Seam(GRPO, "_tool_call_loop()", "asks for replies one rollout after another, and continues them in this order"),
         Seam(GRPO, "_tokenizer", "decodes turns and replies"),
-        Seam(GRPO, "_env_tools", "the tools of the one environment, under None"),
+        Seam(GRPO, "_env_tools", "the tools of the one environment, under None; their schemas are put there"),
         Seam(GRPO, "environments", "the environments of the generation under way, in the order of the prompts"),
         Seam(GRPO, "environment_factories", "empty where there are no tools"),
         Seam(GRPO, "_metrics", "tool metrics are added"),

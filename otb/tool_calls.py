@@ -48,11 +48,19 @@ def every_call_readable(tokenizer, end_tokens: Sequence[int]) -> Iterator[None]:
     """Makes the tokenizer's `parse_response`, which TRL calls, return only calls that `PythonTool.python` can answer.
 
     As it is, it raises for malformed JSON, which TRL takes for a final answer in plain text, and a RecursionError for
-    deeply nested JSON, which would end the training.
+    deeply nested JSON, which would end the training. Inside, each turn is parsed once: it is read when its programs are
+    run and again by TRL, and rollouts of a prompt often begin alike.
     """
     parse = tokenizer.parse_response
+    messages: dict[tuple, dict] = {}
 
-    def read(ids: list[int], **options) -> dict:
+    def parse_once(ids: list[int], prefix: Sequence[int] = (), **options) -> dict:
+        turn = (tuple(ids), tuple(prefix))
+        if turn not in messages:
+            messages[turn] = parse_anew(ids, **options, **({"prefix": prefix} if prefix else {}))
+        return copy.deepcopy(messages[turn])  # TRL changes what it is given
+
+    def parse_anew(ids: list[int], **options) -> dict:
         try:
             message = parse(ids, **options)
             codes = [code_of(call) for call in message.get("tool_calls") or []]
@@ -63,7 +71,7 @@ def every_call_readable(tokenizer, end_tokens: Sequence[int]) -> Iterator[None]:
         calls = [{"type": "function", "function": {"name": "python", "arguments": {"code": code}}} for code in codes]
         return message | ({"tool_calls": calls} if calls else {})
 
-    tokenizer.parse_response = read
+    tokenizer.parse_response = parse_once
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from transformers.utils import get_json_schema
 
 from otb.sandbox import neutralise
 from otb.tasks.python_tool import MALFORMED, PythonTool, Refusal
@@ -58,9 +59,13 @@ class ToolTrainer(OTBTrainer):
         self._rollouts: list[_Rollout] = []  # of the generation under way, in TRL's order
         self._waiting: list[_Rollout] = []  # those with calls that TRL has not yet answered with a further turn
         self._unanswered: Iterator[_Rollout] = iter(())  # those of them that wait for the reply itself
+        self._replies: dict[tuple[str, ...], list[int]] = {}  # of the generation under way: contents -> tokens
         self._endings: list[str] = []  # how each rollout of the last generation ended, one of ENDINGS
         super().__init__(*args, **kwargs)
         self._control_tokens = tuple(token for token in self._tokenizer.get_added_vocab() if token.strip())
+        if self.environment_factories:  # templates and parsers would make a schema of each function at every call
+            tools_of = self._env_tools.items()
+            self._env_tools = {name: [get_json_schema(tool) for tool in tools] for name, tools in tools_of}
 
     def _generate(self, prompts):
         if not self.environment_factories:
@@ -68,6 +73,7 @@ class ToolTrainer(OTBTrainer):
             self._endings = ["end" if ids and ids[-1] in self._end_tokens else "length" for ids in generated[1]]
             return generated
         self._rollouts, self._waiting = [], []
+        self._replies.clear()
         with every_call_readable(self._tokenizer, self._end_tokens):
             generated = super()._generate(prompts)
         self._end(self._waiting)
@@ -191,12 +197,19 @@ class ToolTrainer(OTBTrainer):
         rollout = next(self._unanswered)
         for message in tool_messages:
             message["content"] = neutralise(message["content"], self._control_tokens)
-        reply = super()._get_tool_suffix_ids(tool_messages)
+        reply = self._rendered(tool_messages)
         most = self._room(rollout) - self.max_completion_length // KEPT_FOR_AN_ANSWER
         while len(reply) > most and self._shorten(tool_messages, len(reply) - most):
-            reply = super()._get_tool_suffix_ids(tool_messages)
+            reply = self._rendered(tool_messages)
         rollout.ids = rollout.ids + reply
         return reply
+
+    def _rendered(self, tool_messages: list[dict]) -> list[int]:
+        """Returns the tokens of replies; equal ones, such as those to equal programs, are rendered once."""
+        contents = tuple(message["content"] for message in tool_messages)
+        if contents not in self._replies:
+            self._replies[contents] = super()._get_tool_suffix_ids(tool_messages)
+        return self._replies[contents]
 
     def _shorten(self, tool_messages: list[dict], excess: int) -> bool:
         """Takes about `excess` tokens from the end of the longest message. Returns False where there are none left."""

@@ -13,6 +13,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from transformers.utils import get_json_schema
+from trl.chat_template_utils import parse_response
 
 from otb.sandbox import Result
 from otb.tasks.arithmetic import Arithmetic, running_totals
@@ -122,6 +123,24 @@ def test_what_demonstrations_say_is_read_back_as_the_calls_that_they_make(tokeni
             with every_call_readable(tokenizer, [tokenizer.eos_token_id]):
                 codes = read_codes(tokenizer, after[len(before) : -1], before, [python])
             assert codes == [call["function"]["arguments"]["code"] for call in message.get("tool_calls", [])]
+
+
+def test_a_turn_is_parsed_once_however_often_it_is_read(tokenizer, monkeypatch):
+    parse, parsed = tokenizer.parse_response, []
+    monkeypatch.setattr(
+        type(tokenizer), "parse_response", lambda _, ids, **options: parsed.append(ids) or parse(ids, **options)
+    )
+    turn = tokenizer('<tool_call>\n{"name": "python", "arguments": {"code": "1"}}\n</tool_call><|im_end|>')["input_ids"]
+    before, other = (
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+        for text in ("1+1", "2+2")
+    )
+    with every_call_readable(tokenizer, [tokenizer.eos_token_id]):
+        first, again = (parse_response(tokenizer, turn, prefix=before) for _ in range(2))
+        assert first == again and first["tool_calls"] is not again["tool_calls"]
+        assert len(parsed) == 1
+        parse_response(tokenizer, turn, prefix=other)
+        assert len(parsed) == 2
 
 
 def test_demonstrations_fit_the_budget_but_a_few(tokenizer):
