@@ -44,6 +44,7 @@ def check_model(cfg: DictConfig) -> None:
         raise RunError(f"model.name={name} is no folder and no hub id (OWNER/NAME).{near_miss(name, known)}")
     base_of(Path(name).expanduser())  # an adapter's, which must be there
     _check_tiny(cfg)
+    _check_revision(cfg)
     _check_gguf(cfg)
     _check_chat_template(cfg)
     _check_attention(cfg.model.get("attn_implementation"))
@@ -88,6 +89,15 @@ def _check_tiny(cfg: DictConfig) -> None:
         raise RunError(
             f"model.name={name} would get the settings of model=tiny: learning rate {cfg.model.learning_rate}, "
             f"{cfg.model.dtype}. They suit hidden sizes up to {SMALL}. Use model=hub model.name={name}."
+        )
+
+
+def _check_revision(cfg: DictConfig) -> None:
+    name, revision = str(cfg.model.name), cfg.model.get("revision")
+    if revision is not None and Path(name).expanduser().is_dir():
+        raise RunError(
+            f"model.revision={revision} would be ignored: model.name={name} is a folder, and revisions are of the hub. "
+            "Leave it out, or give a hub id as model.name."
         )
 
 

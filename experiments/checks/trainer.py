@@ -83,6 +83,12 @@ DERIVED = {
     "sync_ref_model": "nothing: a moving reference model is not in the checkpoints, so no run could be resumed",
 }
 SHARDING = {"fsdp": "fsdp2", "fsdp_config": "fsdp2", "deepspeed": "zero3"}  # key of parallel.trainer: its `parallel`
+FSDP2_KEYS = frozenset(  # of fsdp_config that transformers reads with version 2; it ignores any other
+    {
+        *("version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "cpu_offload"),
+        *("reshard_after_forward", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing"),
+    }
+)
 
 
 def check_trainer(cfg: DictConfig) -> None:
@@ -109,13 +115,28 @@ def check_trainer(cfg: DictConfig) -> None:
 
 
 def check_parallel_trainer(cfg: DictConfig) -> None:
-    """Raises RunError for keys of `parallel.trainer` that are no options, or that shard another way than `parallel`."""
+    """Raises RunError for keys of `parallel.trainer` that are no options, or that shard another way than `parallel`.
+
+    Another way is not at all, too.
+    """
     options, name = cfg.parallel.trainer, cfg.parallel.name
     for key, choice in SHARDING.items():
         if key in options and name != choice:
             raise RunError(
                 f"parallel.trainer.{key}={typed(options[key])} is for parallel={choice}, and parallel={name} would not "
                 f"train by it. Use parallel={choice}, or leave it out."
+            )
+    for key in ("fsdp", "deepspeed"):
+        if name == SHARDING[key] and not options.get(key):
+            raise RunError(
+                f"parallel.trainer.{key}={typed(options.get(key))} would keep the whole policy on every GPU, under the "
+                f"name of parallel={name}. Leave it out, or use parallel=ddp."
+            )
+    for key in options.get("fsdp_config") or {}:
+        if key not in FSDP2_KEYS:
+            raise RunError(
+                f"parallel.trainer.fsdp_config.{key} is no key that FSDP2 reads.{near_miss(key, FSDP2_KEYS)} Keys: "
+                f"{', '.join(sorted(FSDP2_KEYS))}."
             )
     _check_options("parallel.trainer", {key: value for key, value in options.items() if key not in SHARDING})
 
