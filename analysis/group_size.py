@@ -50,9 +50,11 @@ def accuracy_by_group_size(table: pd.DataFrame, value: str = "final", whole_grid
         require_grid(cells, sorted({b for b, _ in cells}), sizes)
     _, axes = figure()
     plotted = []
-    for place, baseline in enumerate(dict.fromkeys(base for base, *_ in by_arm(runs))):
+    baselines = list(dict.fromkeys(base for base, *_ in by_arm(runs)))
+    apart = min(0.1, 0.8 / len(baselines))  # octaves: intervals side by side on the logarithmic axis
+    for place, baseline in enumerate(baselines):
         points = []
-        shift = 2 ** (0.05 * (place - 1))  # intervals side by side on the logarithmic axis
+        shift = 2 ** (apart * (place - (len(baselines) - 1) / 2))
         for size in [size for size in sizes if (baseline, size) in cells]:
             values = runs[(runs.baseline == baseline) & (runs.group_size == size)][value].to_numpy()
             interval = bootstrap([values], iqm, bounds=(0, 1))
@@ -65,7 +67,7 @@ def accuracy_by_group_size(table: pd.DataFrame, value: str = "final", whole_grid
         plotted.append(frame)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="group size N", ylabel=f"{value} held-out accuracy", xticks=sizes, xticklabels=sizes)
-    axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
+    axes.set_xlim(sizes[0] / 1.5, sizes[-1] * 1.5)
     axes.minorticks_off()
     counts = pd.concat(plotted).seeds
     axes.set_title(f"{seeds_text(counts)} per point; bars: 95 % interval", loc="left", fontsize=7)

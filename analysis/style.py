@@ -22,6 +22,7 @@ from fontTools import subset
 subset.Options._drop_tables_default += ["GDEF", "GPOS", "GSUB"]
 plt.style.use(Path(__file__).with_name("paper.mplstyle"))
 COLUMN, PAGE = 3.25, 6.75  # inches: one column of a two-column paper, and its full width
+LEGEND_LINE = 0.17  # inches of height
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -43,10 +44,12 @@ def figure(columns: int = 1, width: float = COLUMN, height: float = 2.3, rows: i
 
 
 def legend_below(axes) -> None:
-    """Puts one legend per figure below the axes, as curves fill them."""
+    """Puts one legend per figure below the axes, as curves fill them; for a long one the figure grows."""
     handles, names = axes.get_legend_handles_labels()
     if not axes.figure.legends:
         columns = 3 if axes.figure.get_figwidth() > 4 else 2
+        lines = -(-len(names) // columns)
+        axes.figure.set_figheight(axes.figure.get_figheight() + LEGEND_LINE * max(0, lines - 2))
         axes.figure.legend(handles, names, loc="outside lower center", ncols=columns, columnspacing=1.0)
 
 
