@@ -11,7 +11,7 @@ from analysis.arms import by_arm, colour
 from analysis.by_run import by_run
 from analysis.checks import one_setting, require
 from analysis.intervals import FEWEST, curve_interval
-from analysis.style import dash, legend_below, seeds_text
+from analysis.style import dash, seeds_text
 from otb.errors import RunError
 from otb.records import EVALUATION_METRICS, METRICS
 
@@ -60,9 +60,15 @@ def curves_of(rows: pd.DataFrame, y: str, x: str) -> list[Curve]:
 
 
 def draw_curves(
-    axes, table: pd.DataFrame, y: str, x: str = "step", outside: pd.DataFrame | None = None, log: bool = False
+    axes,
+    table: pd.DataFrame,
+    y: str,
+    x: str = "step",
+    outside: pd.DataFrame | None = None,
+    log: bool = False,
+    seed_lines: int = SEED_LINES,
 ) -> pd.DataFrame:
-    """Draws every arm of `table` into axes, with a legend that states the seeds.
+    """Draws every arm of `table` into axes, with the seeds in their labels; a legend is put by the caller.
 
     Args:
         table: rows of one setting.
@@ -70,6 +76,7 @@ def draw_curves(
         x: "step" or "own_tokens_total".
         outside: rows of plain TRL runs, drawn as grey lines.
         log: for a positive quantity; mean and interval are those of its logarithm, and a value of 0 has no place.
+        seed_lines: thin lines of single seeds, of all arms together; 0 = none.
 
     Returns:
         The plotted numbers.
@@ -82,7 +89,7 @@ def draw_curves(
         axes.set_yscale("log")
     require(one_setting(table), y)
     sizes, plotted, arms = set(table.group_size), [], by_arm(table)
-    most = max(1, SEED_LINES // len(arms))
+    most = max(1, seed_lines // len(arms)) if seed_lines else 0
     for baseline, size, text, rows in arms:
         if runs := curves_of(rows, y, x):
             style = {"color": colour(baseline), "ls": dash(size, sizes)}
@@ -98,9 +105,8 @@ def draw_curves(
         plotted.append(labelled(numbers, f"TRL: {name}", np.nan, y, x))
     if x == "own_tokens_total":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    drawn = f", {most} drawn" if max(counts) > most else ""
+    drawn = f", {most} drawn" if max(counts) > most > 0 else ""
     axes.set_title(f"{seeds_text(counts)} per arm{drawn}; band: 95 % interval", loc="left", fontsize=7)
-    legend_below(axes)
     return pd.concat(plotted)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from analysis.curves import draw_curves
-from analysis.style import COLUMN, PAGE, figure, keep_numbers
+from analysis.style import COLUMN, PAGE, figure, keep_numbers, legend_below
 
 AXIS_NAMES = {
     "step": "step",
@@ -47,6 +47,7 @@ def learning_curves(
     _, axes = figure(width=width)
     plotted = draw_curves(axes, table, y, x, outside, log=y == "gradient_norm")
     axes.set(xlabel=AXIS_NAMES.get(x, x), ylabel=AXIS_NAMES.get(y, y))
+    legend_below(axes)
     keep_numbers(axes, plotted)
     return axes
 
@@ -61,5 +62,6 @@ def gradient_norm_and_accuracy(table: pd.DataFrame):
     numbers = [draw_curves(left, table, "gradient_norm", log=True), draw_curves(right, table, "evaluation_accuracy")]
     left.set(xlabel="step", ylabel="gradient norm before clipping")
     right.set(xlabel="step", ylabel=AXIS_NAMES["evaluation_accuracy"])
+    legend_below((left, right))
     keep_numbers(left, pd.concat(numbers))
     return left, right

@@ -16,7 +16,7 @@ import pandas as pd
 from analysis.arms import by_arm
 from analysis.checks import require
 from analysis.curves import draw_curves
-from analysis.style import PAGE, figure, keep_numbers
+from analysis.style import PAGE, figure, keep_numbers, legend_below
 from otb.errors import RunError
 
 MEASURED, SIGNAL = "gradient_noise", "gradient_signal"  # online, by two batch sizes, where the configuration asks
@@ -63,6 +63,7 @@ def variance(table: pd.DataFrame):
             ax.set_title(f"{ax.get_title('left')}\nnot recorded: {', '.join(lacking)}", loc="left", fontsize=6)
     if is_measured(table):
         on_one_scale(axes, list(names.values()), f"relative to {first}, mean")
+    legend_below(axes)
     keep_numbers(axes, pd.concat(plotted))
     return axes
 

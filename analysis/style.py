@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -44,13 +45,19 @@ def figure(columns: int = 1, width: float = COLUMN, height: float = 2.3, rows: i
 
 
 def legend_below(axes) -> None:
-    """Puts one legend per figure below the axes, as curves fill them; for a long one the figure grows."""
-    handles, names = axes.get_legend_handles_labels()
-    if not axes.figure.legends:
-        columns = 3 if axes.figure.get_figwidth() > 4 else 2
-        lines = -(-len(names) // columns)
-        axes.figure.set_figheight(axes.figure.get_figheight() + LEGEND_LINE * max(0, lines - 2))
-        axes.figure.legend(handles, names, loc="outside lower center", ncols=columns, columnspacing=1.0)
+    """Puts one legend of all the axes below them, as curves fill them; for a long one the figure grows.
+
+    axes: of one figure, or an array of them. What several show stands once.
+    """
+    found: dict[str, Any] = {}
+    for ax in np.ravel(axes):
+        for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    drawn = figure_of(axes)
+    columns = 3 if drawn.get_figwidth() > 4 else 2
+    lines = -(-len(found) // columns)
+    drawn.set_figheight(drawn.get_figheight() + LEGEND_LINE * max(0, lines - 2))
+    drawn.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, columnspacing=1.0)
 
 
 def figure_of(axes):

@@ -42,7 +42,8 @@ QUICK = {"claim_c3_c4": 3, "claim_c3_c4_32": 2, "claim_c1": 1, "claim_c2": 2}  #
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
     *("claim_c1", "claim_fixed_rollouts", "claim_c2", "claim_c2_between", "claim_c2_cosine", "claim_c2_updates"),
-    *("claim_rates_tools", "claim_rates_tools_32", "claim_c3_c4_tools", "claim_c3_c4_tools_32", "claim_c1_tools"),
+    *("claim_rates_tools", "claim_rates_tools_low", "claim_c3_c4_tools"),
+    *("claim_rates_tools_32", "claim_c3_c4_tools_32", "claim_c1_tools"),
     *("claim_rates_long", "claim_rates_long_32", "claim_c3_c4_long", "claim_c3_c4_long_32", "claim_c1_long"),
     *("neighbours_improvement", "neighbours_auxiliary", "neighbours_token_weights", "neighbours_schedule"),
     *("neighbours_plateau", "neighbours_schedule_cosine", "neighbours_schedule_tools"),

@@ -80,6 +80,6 @@ def survival(rows: pd.DataFrame):
         about = f"{of_arm} runs per arm, {seeds_text([of_rate.seed.nunique()])}"
         panel.set_title(f"learning rate {rate:g}\n{about}", fontsize=7)
     figure_of(axes).supylabel("share of runs alive (95 % Wilson)", fontsize=8)
-    legend_below(max(panels, key=lambda panel: len(panel.get_lines())))  # one that has all arms
+    legend_below(panels)
     keep_numbers(axes, pd.concat(plotted))
     return panels

@@ -11,8 +11,8 @@ import pandas as pd
 from matplotlib.ticker import EngFormatter
 
 from analysis.arms import label
+from analysis.curves import draw_curves
 from analysis.group_size import accuracy_by_group_size
-from analysis.learning_curves import learning_curves
 from analysis.report.markdown import markdown_table
 from analysis.study import verdicts
 from analysis.study.collapses import cells, cells_section, survival
@@ -22,7 +22,7 @@ from analysis.study.noise_figure import noise_over_training
 from analysis.study.rates import SEARCH, chosen, scores
 from analysis.study.rows import numbers, read, steps_table
 from analysis.study.verdicts import Comparison, Runs
-from analysis.style import save
+from analysis.style import PAGE, figure, keep_numbers, legend_below, save
 from otb.errors import RunError
 
 HEAD = """\
@@ -289,13 +289,30 @@ def file_name(task: str) -> str:
 
 
 def curves_over_tokens(rows: pd.DataFrame):
-    """Draws held-out accuracy over own tokens of OTB and its rivals, the tokens on a log scale that has a place for 0.
+    """Draws held-out accuracy over own tokens: all arms at N = 4, and beside them OTB and its rivals at both N.
 
-    N = 32 samples eight times the tokens of N = 4, which a linear scale would leave at the edge.
+    Beside them the tokens are on a log scale that has a place for 0: N = 32 samples eight times the tokens of N = 4.
+
+    Returns:
+        The two axes.
     """
-    shown = rows[rows.baseline.isin(["otb", "rloo", "grpo", "energy_probe"])]
-    axes = learning_curves(steps_table(shown), x="own_tokens_total")
-    first = min(float(numbers(cell)[1]) for cell in shown.evaluation_own_tokens_total)  # evaluated after the start
-    axes.set_xscale("symlog", linthresh=first, linscale=0.3)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    table = steps_table(rows)
+    small, rivals = table[table.group_size == verdicts.SMALL], table[table.baseline.isin(["otb", "rloo", "grpo"])]
+    if small.empty or rivals.empty:
+        raise RunError("Neither panel would have an arm.")
+    _, axes = figure(2, PAGE, 2.6, sharey=True)
+    what = ("evaluation_accuracy", "own_tokens_total")
+    plotted = [draw_curves(axes[0], small, *what, seed_lines=0), draw_curves(axes[1], rivals, *what)]
+    for ax, arms in zip(axes, ("N = 4, all arms", "N = 4 (solid) and 32 (dashed)"), strict=True):
+        ax.set_title(f"{arms}\n{ax.get_title('left')}", loc="left", fontsize=7)
+        ax.set_xlabel("own tokens sampled")
+    for line in axes[1].get_lines():  # the legend has the arms of N = 4 once
+        if ", N=4 " in str(line.get_label()):
+            line.set_label("_")
+    first = min(float(numbers(cell)[1]) for cell in rows.evaluation_own_tokens_total)  # evaluated after the start
+    axes[1].set_xscale("symlog", linthresh=first, linscale=0.3)
+    axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes[0].set_ylabel("held-out accuracy (avg@k)")
+    legend_below(axes)
+    keep_numbers(axes, pd.concat(plotted))
     return axes
