@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
+from analysis.intervals import bootstrap
 from analysis.style import PAGE, figure, keep_numbers
 
 DRAWN = 8  # rollouts, half of them right
@@ -33,7 +35,9 @@ def draw(table: pd.DataFrame, task: str):
     left.legend()
     explained = explained_variance(table)
     right.plot(explained.share, explained.explained, color="#000000")
-    right.set(xlabel="share of the rollout", ylabel="explained variance of R", ylim=(-0.05, 1.05))
+    right.fill_between(explained.share, explained.low, explained.high, color="#000000", alpha=0.15, lw=0)
+    right.axhline(0, color="0.6", lw=0.8, zorder=0)
+    right.set(xlabel="share of the rollout", ylabel="explained variance of R", ylim=(-1.05, 1.05))
     counts = table.drop_duplicates(["prompt", "rollout"])
     left.set_title(
         f"{task}: one rollout of each of {shown.prompt.nunique()} prompts, {DRAWN} at most", loc="left", fontsize=7
@@ -44,8 +48,24 @@ def draw(table: pd.DataFrame, task: str):
 
 
 def explained_variance(table: pd.DataFrame, parts: int = 16) -> pd.DataFrame:
-    """Returns 1 - mean (R - V)^2 / variance of R at each share of the rollouts, clipped at 0."""
-    share = np.round(table.position / table.length * parts) / parts
-    error = (table.reward - table.value).pow(2).groupby(share).mean()
-    variance = table.drop_duplicates(["prompt", "rollout"]).reward.var(ddof=0)
-    return pd.DataFrame({"share": error.index, "explained": np.clip(1 - error.to_numpy() / variance, 0, None)})
+    """Returns 1 - mean (R - V)^2 / variance of R at each share of the rollouts, with its 95 % interval over rollouts.
+
+    V is a mean of few continuations, whose noise lowers it: below 0 where prefixes explain nothing.
+
+    Returns:
+        share, explained, low, high.
+    """
+    share = (table.position / table.length * parts).round() / parts
+    found = []
+    for at, part in table.groupby(share):
+        rollouts = part[["reward", "value"]].to_numpy()
+        ends = bootstrap([rollouts], explained_by)
+        found.append({"share": at, "explained": ends.estimate, "low": ends.low, "high": ends.high})
+    return pd.DataFrame(found)
+
+
+def explained_by(rollouts: NDArray) -> NDArray:
+    """Returns the share of the variance of R that V explains. rollouts: (rollouts, ..., 2), R and V."""
+    rewards, values = rollouts[..., 0], rollouts[..., 1]
+    variance = rewards.var(axis=0)
+    return 1 - np.square(rewards - values).mean(axis=0) / np.where(variance > 0, variance, np.nan)

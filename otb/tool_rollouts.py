@@ -64,8 +64,8 @@ class ToolTrainer(OTBTrainer):
         super().__init__(*args, **kwargs)
         self._control_tokens = tuple(token for token in self._tokenizer.get_added_vocab() if token.strip())
         if self.environment_factories:  # templates and parsers would make a schema of each function at every call
-            tools_of = self._env_tools.items()
-            self._env_tools = {name: [get_json_schema(tool) for tool in tools] for name, tools in tools_of}
+            for tools in self._env_tools.values():
+                tools[:] = map(get_json_schema, tools)
 
     def _generate(self, prompts):
         if not self.environment_factories:

@@ -277,7 +277,7 @@ def test_c1_measures_what_has_no_rows_by_the_commands_that_a_user_types(tmp_path
 
 def test_c3_is_supported_where_small_n_is_not_worse_by_two_points_and_empty_where_the_rival_does_as_well():
     comparisons = verdicts.accuracy_at_small_n(arms(otb_4=0.80, rloo_32=0.81, rloo_4=0.70))
-    assert spoken(comparisons) == SUPPORTED and comparisons[0].why == ""
+    assert spoken(comparisons) == SUPPORTED and comparisons[0].why.startswith("probability of improvement")
     comparisons = verdicts.accuracy_at_small_n(arms(otb_4=0.80, rloo_32=0.81, rloo_4=0.805))
     assert spoken(comparisons) == SUPPORTED and comparisons[0].why.startswith("empty: RLOO, N=4 matches")
 
@@ -312,7 +312,17 @@ def test_c4_reads_the_saving_off_the_tokens():
     made += [made_up("rloo", 32, seed, 0.8, tokens=8000.0) for seed in SEEDS]
     first, second, *_ = verdicts.tokens_saved(verdicts.Runs(pd.DataFrame(made)))
     assert first.effect.estimate == pytest.approx(7 / 8) and second.effect.estimate == pytest.approx(0)
-    assert first.verdict == NOT_SUPPORTED
+    assert first.verdict == NOT_SUPPORTED and "RLOO, N=4 alone saves 0.875" in first.why
+
+
+def test_c4_says_where_a_comparison_is_cut_off():
+    """No run of OTB gets to the target in its 8 evaluations; RLOO's get there long after the last of them."""
+    made = [made_up("otb", 4, seed, 0.5) for seed in SEEDS]
+    made += [made_up("rloo", 32, seed, 0.8, tokens=80000.0) for seed in SEEDS]
+    runs = verdicts.Runs(pd.DataFrame(made))
+    text = verdicts.censored_text((runs, ("otb", 4)), (runs, ("rloo", 32)), 0.72)
+    assert text.startswith("10 of 10 runs of OTB, N=4 censored, cut off at ") and text.endswith("a lower bound")
+    assert verdicts.censored_text((runs, ("otb", 4)), (runs, ("rloo", 4)), 0.72) == "RLOO, N=4 was not run"
 
 
 @pytest.mark.parametrize(
@@ -334,12 +344,12 @@ def test_c2_counts_settings_that_have_ten_seeds_of_both():
             made.append(run)
     (found,) = verdicts.collapses(pd.DataFrame(made))
     assert found.what == "RLOO (10 of 20) minus OTB (0 of 20)" and found.verdict == SUPPORTED
-    assert found.why == "2 of 30 settings"
+    assert found.why == "2 of 30 settings, in 1 of them some runs collapse and others do not"
     assert found.effect.seeds == 10
     few = pd.DataFrame(made).query("seed < 2")
     (found,) = verdicts.collapses(few)
     assert found.what == "RLOO (4 of 6) minus OTB (0 of 6)" and found.effect.seeds == 2
-    assert found.verdict == UNDECIDED and found.why == "3 of 30 settings; fewer than 10 seeds"
+    assert found.verdict == UNDECIDED and found.why.startswith("3 of 30 settings") and "fewer than 10" in found.why
     (found,) = verdicts.collapses(few[few.baseline == "otb"])
     assert found.verdict == UNDECIDED and found.why == "no setting has both arms"
 
@@ -376,7 +386,8 @@ def test_rollouts_of_a_step_are_divided_in_two_ways():
     found = verdicts.rollouts_divided(wide, arms(rloo_32=0.7))
     assert [comparison.what.partition(":")[0] for comparison in found] == ["RLOO", "RLOO"]
     assert found[0].effect.estimate == pytest.approx(0.7 - 0.625)  # means of the last two evaluations
-    assert "0 of 10 runs of RLOO, N=4 censored" in found[1].why and not found[1].verdict
+    assert found[1].why == "no run censored" and not found[1].verdict
+    assert found[0].why.startswith("probability of improvement")
 
 
 # ---- the page, and the command
@@ -389,7 +400,7 @@ def test_the_page_is_made_of_csv_files_alone(tmp_path):
     assert main(["report", "--folder", str(tmp_path)]) == 0
     page = (tmp_path / "README.md").read_text()
     assert "| C3 | `arithmetic` | supported |" in page and "empty: RLOO, N=4 matches" in page
-    assert "- `arithmetic`, GRPO, N=4: 0 of 10 seeds" in page and "C2: nothing" in page
+    assert "- `claim_c3_c4`: 30 of 80 runs" in page and "- `claim_c2`: 0 of 120 runs" in page
     table = pd.read_csv(tmp_path / "verdicts.csv")
     assert set(table.verdict.dropna()) == {SUPPORTED, NOT_SUPPORTED}
     assert (tmp_path / "figures" / "c3_arithmetic.png").stat().st_size > 5000
@@ -525,7 +536,9 @@ def test_a_figure_of_methods_has_a_row_for_each_learning_rate():
         for varied in ("schedule.floor=1.0", "schedule.floor=0.1")
         for run in with_method(varied, 0.8, rate=rate)
     ]
-    ((ax,),) = methods.drawing(methods.comparison(pd.DataFrame(made), "schedule.floor=1.0"), "title")
+    ((ax,),) = methods.drawing(
+        methods.comparison(pd.DataFrame(made), "schedule.floor=1.0"), "title", "schedule.floor=1.0"
+    )
     named = [text.get_text() for text in ax.get_yticklabels()]
     assert [name.rpartition(", ")[2] for name in named] == ["learning rate 0.002", "learning rate 0.0002"]
     plt.close(ax.figure)

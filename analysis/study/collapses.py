@@ -16,6 +16,8 @@ from analysis.study.rows import steps_table
 from analysis.study.verdicts import SETTING
 from analysis.style import PAGE, figure, figure_of, keep_numbers, legend_below, seeds_text
 
+APART = 0.01  # of the share: what lines of arms are shifted by
+
 
 def cells(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns a row per setting and arm: runs, collapsed, median step of collapse, final accuracy with its interval.
@@ -70,7 +72,7 @@ def survival(rows: pd.DataFrame):
         counts = []
         for place, (baseline, _, text, arm) in enumerate(by_arm(runs)):
             share, low, high = survivors(arm, int(runs.last_step.max()))
-            shift = 0.008 * place  # lines of arms that all live would hide each other
+            shift = APART * place  # lines of arms that all live would hide each other
             panel.step(range(len(share)), share - shift, where="post", color=colour(baseline), label=text)
             panel.fill_between(range(len(share)), low, high, step="post", color=colour(baseline), alpha=0.12, lw=0)
             counts.append(len(arm))
@@ -79,7 +81,7 @@ def survival(rows: pd.DataFrame):
         of_arm = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}"
         about = f"{of_arm} runs per arm, {seeds_text([of_rate.seed.nunique()])}"
         panel.set_title(f"learning rate {rate:g}\n{about}", fontsize=7)
-    figure_of(axes).supylabel("share of runs alive (95 % Wilson)", fontsize=8)
+    figure_of(axes).supylabel(f"share of runs alive (95 % Wilson; arms {APART} apart)", fontsize=8)
     legend_below(panels)
     keep_numbers(axes, pd.concat(plotted))
     return panels

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import MaxNLocator
 
 from analysis.arms import label
 from analysis.group_size import by_seed, final_accuracy
@@ -135,8 +136,8 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def drawing(table: pd.DataFrame, title: str):
-    """Draws the differences to off with their intervals, a row per variant, a panel per task.
+def drawing(table: pd.DataFrame, title: str, off: str):
+    """Draws the differences to off with their intervals, a row per variant, a panel per task, all on one scale.
 
     Returns:
         Array of axes.
@@ -149,7 +150,7 @@ def drawing(table: pd.DataFrame, title: str):
     ]
     places = {name: place for place, name in enumerate(reversed(list(dict.fromkeys(names))))}
     tasks = list(dict.fromkeys(drawn.task))
-    _, axes = figure(len(tasks), PAGE, 0.24 * len(places) + 1.2, sharey=True, squeeze=False)
+    _, axes = figure(len(tasks), PAGE, 0.24 * len(places) + 1.2, sharex=True, sharey=True, squeeze=False)
     for ax, task in zip(axes[0], tasks, strict=True):
         ax.axvline(0, color="0.6", lw=0.8, zorder=0)
         for (_, row), name in zip(drawn.iterrows(), names, strict=True):
@@ -158,10 +159,11 @@ def drawing(table: pd.DataFrame, title: str):
                 ax.plot(row.difference, places[name], ls="", marker="o", ms=4, color="#0072B2")
         ax.set_title(f"{task}, {seeds_text(drawn[drawn.task == task].seeds)}", fontsize=9)
         ax.set(ylim=(-0.6, len(places) - 0.4))
+        ax.xaxis.set_major_locator(MaxNLocator(5))
         ax.grid(axis="y", visible=False)
     axes[0, 0].set_yticks(list(places.values()), list(places), fontsize=8)
     axes[0, 0].figure.suptitle(title, fontsize=10)
-    axes[0, 0].figure.supxlabel("final accuracy minus that with the method off; 95 % intervals over seeds", fontsize=8)
+    axes[0, 0].figure.supxlabel(f"final accuracy minus that with {off}; 95 % intervals over seeds", fontsize=8)
     keep_numbers(axes[0], drawn)
     return axes
 
@@ -184,7 +186,7 @@ def write_methods(rows: dict[str, pd.DataFrame], folder: Path) -> list[Path]:
         lines += [f"## {question.title}", "", f"{command}, [method]({question.page}).", ""]
         lines += [markdown_table(shown(table)), ""]
         if "difference" in table and table.difference.notna().any():
-            written += save(drawing(table, question.title), folder / "figures" / name, ("png", "pdf"))
+            written += save(drawing(table, question.title, question.off), folder / "figures" / name, ("png", "pdf"))
             lines += [f"![{question.title}](figures/{name}.png)", ""]
     (folder / "comparison.md").write_text("\n".join(lines), encoding="utf8")
     pd.concat(tables).to_csv(folder / "comparison.csv", index=False, float_format="%.6g")

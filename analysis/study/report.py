@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import yaml
 from matplotlib.ticker import EngFormatter
 
 from analysis.arms import label
@@ -29,16 +31,21 @@ HEAD = """\
 # The study: a verdict per claim
 
 Written by `python -m analysis.study report` (`make report-study`) from the rows in `rows/`, by the rules in
-[rules.md](rules.md), which were committed before the runs. Every finished run has a row; `make study` runs what has
-none. Estimates: interquartile means over seeds with 95 % intervals, paired by seed ([analysis.md](../analysis.md)). All
-of it is from the tiny policy (0.35 M parameters) on a CPU, but for rows that name another model. What stands below the
-tables is written by hand ([comments](comments.md)). Why there is a long task: [arithmetic_long](arithmetic_long.md).
+[rules.md](rules.md), which were committed before the runs; what was changed later, and when, stands at their end. Every
+finished run has a row (a commit with + had uncommitted changes); `make study` runs what has none. What arms are called:
+[baselines](../baselines.md). All of it is from the tiny policy (0.35 M parameters) on a CPU, but for rows that name
+another model. What stands below the tables is written by hand ([comments](comments.md)). Why there is a long task:
+[arithmetic_long](arithmetic_long.md).
+
+Estimates are interquartile means over seeds with 95 % intervals, paired by seed ([analysis.md](../analysis.md)). All
+runs of C2 to C4 start from one policy, so that intervals say nothing of others; C1 has three. Comparisons that speak no
+verdict are not corrected for their number.
 """
-COMMANDS = {
-    "C1": "python experiments/study.py claim_c1",
-    "C2": "python experiments/study.py claim_c2",
-    "C3": "python experiments/study.py claim_c3_c4",
-    "C4": "python experiments/study.py claim_c3_c4",
+COMMANDS = {  # {0}: what the names of a task's recipes end with
+    "C1": "python experiments/study.py claim_c1{0}",
+    "C2": "python experiments/study.py claim_c2{0}",
+    "C3": "python experiments/study.py claim_c3_c4{0} claim_c3_c4{0}_32",
+    "C4": "python experiments/study.py claim_c3_c4{0} claim_c3_c4{0}_32",
     "C5": "make bench",
 }
 CLAIMS = {
@@ -54,9 +61,9 @@ OTHERS = {"C1": "claim_c1", "C2": "claim_c2", "C2, several updates per batch": "
 OTHERS |= {verdicts.FIXED: "claim_fixed_rollouts"}
 COSINE = "claim_c2_cosine"
 BESIDE_C2 = {"claim_c2_between": "rates between", COSINE: "a cosine from 2e-3"}  # what the rules added to its grid
-TASKS = ("arithmetic", "arithmetic_tools", "arithmetic_long")
 RECIPE_ENDS = {"arithmetic": "", "arithmetic_tools": "_tools", "arithmetic_long": "_long", REAL: "_real"}
-COMPARED = (("otb", 4), ("rloo", 4), ("grpo", 4), ("rloo", 32), ("grpo", 32))
+SAMPLES = "seeds (C1: policies, C5: pairs of steps)"
+RECIPES = Path(__file__).parents[2] / "conf" / "experiment"
 
 
 def write(folder: Path) -> list[Path]:
@@ -71,12 +78,13 @@ def write(folder: Path) -> list[Path]:
     noise = noise_by_task(rows)
     spoken = [*all_comparisons(rows, noise), *verdicts.cost(root / "benchmarks" / "results.csv")]
     drawn = figures(rows, noise, folder / "figures")
+    comments = comments_in(folder / "comments.md")
     text = [
         HEAD,
         *summary(spoken),
-        *sections(spoken, noise, rows, drawn, comments_in(folder / "comments.md")),
+        *sections(spoken, noise, rows, drawn, comments),
         *search_section(rows),
-        *not_run(rows),
+        *not_run(rows, comments),
     ]
     (folder / "README.md").write_text("\n".join(text), encoding="utf8")
     table(spoken).to_csv(folder / "verdicts.csv", index=False, float_format="%.6g")
@@ -138,7 +146,7 @@ def summary(spoken: list[Comparison]) -> list[str]:
             "task": f"`{c.task}`",
             "verdict": c.verdict,
             "effect": effect_text(c),
-            "seeds": c.effect.seeds,
+            SAMPLES: c.effect.seeds,
             "compared": c.what,
             "why": c.why,
             "command": f"`{command_of(c)}`",
@@ -150,7 +158,7 @@ def summary(spoken: list[Comparison]) -> list[str]:
 
 def command_of(comparison: Comparison) -> str:
     """Returns the command that makes the rows of a comparison."""
-    return COMMANDS[comparison.claim] + RECIPE_ENDS[comparison.task]
+    return COMMANDS[comparison.claim].format(RECIPE_ENDS[comparison.task])
 
 
 def effect_text(comparison: Comparison) -> str:
@@ -218,6 +226,8 @@ def front_table(spoken: list[Comparison]) -> str:
             "task": f"`{c.task}`",
             "verdict": f"**{c.verdict}**",
             "effect": f"{c.what}: {effect_text(c)}",
+            SAMPLES: c.effect.seeds,
+            "what it hangs on": c.why,
             "command": f"`{command_of(c)}`",
         }
         for c in decisive(spoken)
@@ -246,18 +256,16 @@ def search_section(rows: dict[str, pd.DataFrame]) -> list[str]:
     return ["## Learning rates", "", about, "", markdown_table(wide), ""]
 
 
-def not_run(rows: dict[str, pd.DataFrame]) -> list[str]:
-    """Returns what the rules name and no row covers."""
-    main, missing = of_kind(rows, MAIN), []
-    for task in TASKS:
-        for baseline, size in COMPARED:
-            have = (
-                0 if main.empty else len(main.query("task == @task and baseline == @baseline and group_size == @size"))
-            )
-            if have < verdicts.SEEDS:
-                missing.append(f"- `{task}`, {verdicts.named((baseline, size))}: {have} of {verdicts.SEEDS} seeds")
-    missing += [f"- {claim}: nothing" for claim, kind in OTHERS.items() if of_kind(rows, kind).empty]
-    return ["## Not run yet", "", *missing, ""] if missing else []
+def not_run(rows: dict[str, pd.DataFrame], comments: dict[str, str]) -> list[str]:
+    """Returns which recipes have no row, or fewer than they have runs, and what was written of that by hand."""
+    missing = []
+    for file in sorted(RECIPES.glob("claim_*.yaml")):
+        varied = yaml.safe_load(file.read_text(encoding="utf8"))["hydra"]["sweeper"]["params"]
+        runs = math.prod(len(str(values).split(",")) for values in varied.values())
+        have = len(rows.get(file.stem, ()))
+        if have < runs:
+            missing.append(f"- `{file.stem}`: {have} of {runs} runs")
+    return ["## Not run yet", "", *missing, "", comments.get("Not run yet", ""), ""] if missing else []
 
 
 def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folder: Path) -> dict[tuple[str, str], Path]:

@@ -18,7 +18,7 @@ from analysis.intervals import Interval, difference, improvement, share_differen
 from analysis.report.claims import NOT_SUPPORTED, NOTHING, SUPPORTED, UNDECIDED, decide
 from analysis.stability import stability_table
 from analysis.study.rows import steps_table
-from analysis.token_consumption import consumption, saving
+from analysis.token_consumption import consumption, horizon, saving
 
 OURS, RIVAL, SMALL, LARGE = "otb", "rloo", 4, 32
 SEEDS = 10  # of each arm, below which there is no verdict
@@ -135,17 +135,20 @@ def accuracy_at_small_n(runs: Runs) -> list[Comparison]:
         matched = differing(runs, control, theirs)
         if verdict == SUPPORTED and matched.low > -MATCHES:
             why = f"empty: {named(control)} matches {named(theirs)} as well, {matched}"
+    why = "; ".join(filter(None, [why, improvement_text(runs, ours, theirs)]))
     comparisons.append(Comparison("C3", runs.task, f"{named(ours)} minus {named(theirs)}", effect, verdict, why))
     others = [arm for arm in runs.finals if arm not in (ours, theirs)]
     for arm in sorted(others, key=lambda arm: (arm[1], arm[0])):
         for reference in (theirs, control) if arm[1] == SMALL else (theirs,):
             if reference != arm and {reference, arm} <= runs.finals.keys():
-                what = f"{named(arm)} minus {named(reference)}"
-                comparisons.append(Comparison("C3", runs.task, what, differing(runs, arm, reference), "", ""))
-    same_size = differing(runs, ours, control)
-    better = improvement_text(runs, ours, control)
-    comparisons.append(Comparison("C3", runs.task, f"{named(ours)} minus {named(control)}", same_size, "", better))
-    return comparisons
+                comparisons.append(beside_c3(runs, arm, reference))
+    return [*comparisons, beside_c3(runs, ours, control)]
+
+
+def beside_c3(runs: Runs, ours: Arm, theirs: Arm) -> Comparison:
+    """Returns a comparison of final accuracies that speaks no verdict."""
+    what = f"{named(ours)} minus {named(theirs)}"
+    return Comparison("C3", runs.task, what, differing(runs, ours, theirs), "", improvement_text(runs, ours, theirs))
 
 
 def differing(runs: Runs, ours: Arm, theirs: Arm) -> Interval:
@@ -159,38 +162,41 @@ def improvement_text(runs: Runs, ours: Arm, theirs: Arm) -> str:
     """Returns the probability that a run of ours ends higher than one of theirs, in words."""
     if not {ours, theirs} <= runs.finals.keys():
         return ""
-    values = [np.array(list(runs.finals[arm].values())) for arm in (ours, theirs)]
-    return f"probability of improvement {improvement(*values)}"
+    return better_text(runs.finals[ours], runs.finals[theirs])
+
+
+def better_text(ours: dict[int, float], theirs: dict[int, float]) -> str:
+    """Returns the probability of improvement in words. ours, theirs: seed -> final accuracy."""
+    return f"probability of improvement {improvement(list(ours.values()), list(theirs.values()))}"
 
 
 def tokens_saved(runs: Runs) -> list[Comparison]:
     """Compares tokens to a target for C4: OTB at N = 4 with the rival at N = 32 and at N = 4."""
     ours, large, small = (OURS, SMALL), (RIVAL, LARGE), (RIVAL, SMALL)
     comparisons = []
+    of_size = saved(runs, small, large, TARGETS[0] * runs.best_final)  # how much of the saving N alone makes
     for share in TARGETS:
         target = share * runs.best_final
         against = {arm: saved(runs, ours, arm, target) for arm in (large, small)}
         for arm, effect in against.items():
-            censored = ", ".join(censored_text(runs, which, target) for which in (ours, arm))
+            censored = censored_text((runs, ours), (runs, arm), target)
             what = f"{named(ours)} against {named(arm)}, to {share:.0%} of the best ({target:.3f})"
             verdict, why = "", censored
             if share == TARGETS[0] and arm == large:
                 verdict, lacks = UNDECIDED, runs.lacking(ours, large, small)
                 if not lacks:
                     verdict = saving_verdict(against[large], against[small])
+                    hangs_on = f"against {named(small)}: {against[small]}; {named(small)} alone saves {of_size}"
+                    censored = f"{hangs_on}; {censored}"
                 why = "; ".join(filter(None, [lacks, censored]))
             comparisons.append(Comparison("C4", runs.task, what, effect, verdict, why))
     target = TARGETS[0] * runs.best_final
-    if {small, large} <= runs.finals.keys():  # how much of the saving N alone makes
-        what = f"{named(small)} against {named(large)}, to {TARGETS[0]:.0%} of the best"
-        of_size = saved(runs, small, large, target)
-        comparisons.append(Comparison("C4", runs.task, what, of_size, "", censored_text(runs, small, target)))
-    for arm in sorted(runs.finals):
-        if arm[1] == SMALL and arm not in (ours, small) and small in runs.finals:
-            what = f"{named(arm)} against {named(small)}, to {TARGETS[0]:.0%} of the best"
-            comparisons.append(
-                Comparison("C4", runs.task, what, saved(runs, arm, small, target), "", censored_text(runs, arm, target))
-            )
+    beside = [(small, large), *((arm, small) for arm in sorted(runs.finals) if arm[1] == SMALL)]
+    for arm, rival in beside:
+        if arm not in (ours, rival) and {arm, rival} <= runs.finals.keys():
+            what = f"{named(arm)} against {named(rival)}, to {TARGETS[0]:.0%} of the best"
+            censored = censored_text((runs, arm), (runs, rival), target)
+            comparisons.append(Comparison("C4", runs.task, what, saved(runs, arm, rival, target), "", censored))
     return comparisons
 
 
@@ -206,10 +212,11 @@ def rollouts_divided(wide: Runs, deep: Runs) -> list[Comparison]:
         what = f"{label(baseline)}: final accuracy, N={SMALL} minus N={LARGE}"
         lacks = "" if min(len(wide.finals[many]), len(deep.finals[few])) >= SEEDS else f"fewer than {SEEDS} seeds"
         ends = difference(wide.finals[many], deep.finals[few])
-        comparisons.append(Comparison(FIXED, wide.task, what, ends, "", lacks))
+        why = "; ".join(filter(None, [lacks, better_text(wide.finals[many], deep.finals[few])]))
+        comparisons.append(Comparison(FIXED, wide.task, what, ends, "", why))
         what = f"{label(baseline)}: tokens saved to {target:.3f}, N={SMALL} against N={LARGE}"
         effect = saving(consumption(wide.of(many), target), consumption(deep.of(few), target))
-        censored = ", ".join(censored_text(runs, arm, target) for runs, arm in ((wide, many), (deep, few)))
+        censored = censored_text((wide, many), (deep, few), target)
         comparisons.append(Comparison(FIXED, wide.task, what, effect, "", "; ".join(filter(None, [lacks, censored]))))
     return comparisons
 
@@ -228,12 +235,22 @@ def saved(runs: Runs, ours: Arm, theirs: Arm, target: float) -> Interval:
     return saving(consumption(runs.of(ours), target), consumption(runs.of(theirs), target))
 
 
-def censored_text(runs: Runs, arm: Arm, target: float) -> str:
-    """Returns how many runs of an arm never reached the target."""
-    if arm not in runs.finals:
-        return f"{named(arm)} was not run"
-    reached = consumption(runs.of(arm), target).reached
-    return f"{(~reached).sum()} of {len(reached)} runs of {named(arm)} censored"
+def censored_text(ours: tuple[Runs, Arm], theirs: tuple[Runs, Arm], target: float) -> str:
+    """Returns how many runs of two arms never reached the target, and where that cuts their comparison off."""
+    if lacking := [f"{named(arm)} was not run" for runs, arm in (ours, theirs) if arm not in runs.finals]:
+        return ", ".join(lacking)
+    reaching = {named(arm): consumption(runs.of(arm), target) for runs, arm in (ours, theirs)}
+    found = [
+        f"{(~arm.reached).sum()} of {len(arm.reached)} runs of {name} censored"
+        for name, arm in reaching.items()
+        if not arm.reached.all()
+    ]
+    limit = horizon(*reaching.values())
+    for name, arm in reaching.items():
+        if arm.reached.any() and arm.tokens[arm.reached].min() > limit:
+            cut = f"cut off at {limit / 1e3:.0f}k tokens, before any run of {name} gets there"
+            found.append(cut + (": a lower bound" if name == named(theirs[1]) else ""))
+    return ", ".join(found) or "no run censored"
 
 
 def collapses(rows: pd.DataFrame) -> list[Comparison]:
@@ -247,11 +264,16 @@ def collapses(rows: pd.DataFrame) -> list[Comparison]:
     if not {OURS, RIVAL} <= counts.keys():
         what = f"{label(RIVAL)} minus {label(OURS)}"
         return [Comparison("C2", str(rows.task.iloc[0]), what, NOTHING, UNDECIDED, "no setting has both arms")]
+    ends = judged.merge(table[["run", "collapsed"]], left_on="key", right_on="run").groupby(SETTING).collapsed
+    mixed = f"in {int((ends.nunique() > 1).sum())} of them some runs collapse and others do not"
     comparisons = []
     for arm in [OURS, *sorted(set(counts) - {OURS, RIVAL})]:
         effect = share_difference(counts[RIVAL], counts[arm])._replace(seeds=seeds)
         what = " minus ".join(f"{label(name)} ({counts[name][0]} of {counts[name][1]})" for name in (RIVAL, arm))
-        verdict, why = "", [f"{settings} of {CONDITIONS} settings"]
+        verdict, why = (
+            "",
+            [f"{settings} of {CONDITIONS} settings, {mixed}"],
+        )
         if arm == OURS:
             verdict, reason = collapse_verdict(effect, counts[RIVAL])
             if seeds < SEEDS:
