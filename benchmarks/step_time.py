@@ -1,13 +1,14 @@
 """Step time of OTBTrainer against trl.GRPOTrainer, and of the baselines against `rloo`, in turn in one process.
 
     python benchmarks/step_time.py [--policy FOLDER --steps 40 --cases 'otb / GRPOTrainer, N=4' ...]
+    python benchmarks/step_time.py --policy FOLDER --prompts 4 --learning-rate 1e-5 ...   # a real model
 
 Both trainers run in threads of which one works at a time, so that a step of one is paired with the next step of the
 other: a shared machine's speed drifts, but not within a second. The ratio is that of the sums; its 95 % interval is a
 bootstrap over pairs of steps. Seconds are those of the thread's processor, on a GPU and with tools, whose programs are
-other processes, those on the clock. Both train (learning rate 3e-4), because a better policy has more groups that teach
-nothing. Where both sample in the same way, the learning rate is 0 and each pair has one seed: it is a pair of the same
-rollouts, and its ratio that of the work alone.
+other processes, those on the clock. Both train, because a better policy has more groups that teach nothing. Where both
+sample in the same way, the learning rate is 0 and each pair has one seed: it is a pair of the same rollouts, and its
+ratio that of the work alone.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from otb.tool_rollouts import ToolTrainer
 from otb.trainer import isolated_random_state
 
 WARM_UP_STEPS = 2
-PROMPTS = 16
+PROMPTS, LEARNING_RATE = 16, 3e-4  # of the tiny policy
 LORA = {"peft_config": LoraConfig(target_modules="all-linear", r=16, lora_alpha=32, task_type="CAUSAL_LM")}
 
 
@@ -137,13 +138,16 @@ def policy_of(task: Task) -> str:
     return str(warm_start(task, WarmStart()))
 
 
-def trainer_of(arm: Arm, policy: str, group_size: int, steps: int, output: str, turns: Turns):
+def trainer_of(
+    arm: Arm, policy: str, group_size: int, steps: int, output: str, turns: Turns, prompts: int, learning_rate: float
+):
     """Returns the trainer of an arm, ready to train."""
     task, on_cpu = arm.task, not torch.cuda.is_available()
     usual = dict(
         output_dir=output, use_cpu=on_cpu, bf16=not on_cpu, gradient_checkpointing=False, report_to="none",
-        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=3e-4, lr_scheduler_type="constant",
-        loss_type="dr_grpo", num_generations=group_size, per_device_train_batch_size=PROMPTS * group_size,
+        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=learning_rate,
+        lr_scheduler_type="constant", loss_type="dr_grpo", num_generations=group_size,
+        per_device_train_batch_size=prompts * group_size,
         max_completion_length=task.max_completion_length, max_steps=steps + WARM_UP_STEPS,
         max_tool_calling_iterations=None if task.environment is None else task.max_turns - 1,
     )  # fmt: skip
@@ -161,14 +165,22 @@ def trainer_of(arm: Arm, policy: str, group_size: int, steps: int, output: str, 
     return trainer
 
 
-def side_by_side(policy: str, group_size: int, ours: Arm, theirs: Arm, steps: int) -> np.ndarray:
-    """Returns the seconds of each pair of steps, (steps, 2), warm-up left out."""
+def side_by_side(
+    policy: str,
+    group_size: int,
+    ours: Arm,
+    theirs: Arm,
+    steps: int,
+    prompts: int = PROMPTS,
+    learning_rate: float = LEARNING_RATE,
+) -> np.ndarray:
+    """Returns the seconds of each pair of steps, (steps, 2), warm-up left out. prompts: of a step."""
     first, second = threading.Semaphore(1), threading.Semaphore(0)
     own_processor = not torch.cuda.is_available() and ours.task.environment is None
     both = (Turns(first, second, own_processor), Turns(second, first, own_processor))
     with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
         trainers = [
-            trainer_of(arm, policy, group_size, steps, output, turns)
+            trainer_of(arm, policy, group_size, steps, output, turns, prompts, learning_rate)
             for arm, turns in zip((ours, theirs), both, strict=True)
         ]
         threads = [threading.Thread(target=trainer.train, daemon=True) for trainer in trainers]
@@ -183,7 +195,8 @@ def parts_of_steps(policy: str, arm: Arm, steps: int) -> np.ndarray:
     """Returns seconds on the clock, (steps, 2), of an arm's steps: those for advantages, and those for the loss."""
     alone, found = threading.Semaphore(1), []
     with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
-        trainer = trainer_of(arm, policy, 4, steps, output, Turns(alone, alone, False))
+        turns = Turns(alone, alone, False)
+        trainer = trainer_of(arm, policy, 4, steps, output, turns, PROMPTS, LEARNING_RATE)
         training_step = trainer.training_step
 
         def timed(*args, **kwargs):
@@ -220,13 +233,15 @@ def main() -> None:
     parser.add_argument("--policy", help="folder of a policy; default: the tiny one, warm-started on a case's task")
     parser.add_argument("--steps", type=int, default=40, help="counted steps of each, even: a cycle of updates is two")
     parser.add_argument("--cases", nargs="*", help=f"of {'; '.join(CASES)}; none: all")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="of a step")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="of pairs that are not of one seed")
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
     quiet()
     rows = []
     for name in arguments.cases or CASES:
         policy = arguments.policy or policy_of(CASES[name][1].task)
-        pairs = side_by_side(policy, *CASES[name], arguments.steps)
+        pairs = side_by_side(policy, *CASES[name], arguments.steps, arguments.prompts, arguments.learning_rate)
         found, low, high = ratio(pairs)
         ours, theirs = (statistics.mean(column) for column in pairs.T)
         rows.append({"case": name, "ours": ours, "theirs": theirs, "ratio": found, "low": low, "high": high})
