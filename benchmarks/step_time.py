@@ -1,7 +1,7 @@
 """Step time of OTBTrainer against trl.GRPOTrainer, and of the baselines against `rloo`, in turn in one process.
 
     python benchmarks/step_time.py [--policy FOLDER --steps 40 --cases 'otb / GRPOTrainer, N=4' ...]
-    python benchmarks/step_time.py --policy FOLDER --prompts 4 --learning-rate 1e-5 ...   # a real model
+    python benchmarks/step_time.py --policy FOLDER --prompts 4 --any-reward ...   # a real model
 
 Both trainers run in threads of which one works at a time, so that a step of one is paired with the next step of the
 other: a shared machine's speed drifts, but not within a second. The ratio is that of the sums; its 95 % interval is a
@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import threading
 import time
+import zlib
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ from otb.tool_rollouts import ToolTrainer
 from otb.trainer import isolated_random_state
 
 WARM_UP_STEPS = 2
-PROMPTS, LEARNING_RATE = 16, 3e-4  # of the tiny policy
+PROMPTS = 16
 LORA = {"peft_config": LoraConfig(target_modules="all-linear", r=16, lora_alpha=32, task_type="CAUSAL_LM")}
 
 
@@ -138,14 +139,19 @@ def policy_of(task: Task) -> str:
     return str(warm_start(task, WarmStart()))
 
 
+def digest_reward(completions: list, **columns) -> list[float]:
+    """Returns 0 or 1 by a digest of each response: groups of a policy that is never right would have no gradient."""
+    return [float(zlib.crc32(completion[-1]["content"].encode()) % 2) for completion in completions]
+
+
 def trainer_of(
-    arm: Arm, policy: str, group_size: int, steps: int, output: str, turns: Turns, prompts: int, learning_rate: float
+    arm: Arm, policy: str, group_size: int, steps: int, output: str, turns: Turns, prompts: int, any_reward: bool
 ):
     """Returns the trainer of an arm, ready to train."""
     task, on_cpu = arm.task, not torch.cuda.is_available()
     usual = dict(
         output_dir=output, use_cpu=on_cpu, bf16=not on_cpu, gradient_checkpointing=False, report_to="none",
-        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=learning_rate,
+        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=0.0 if any_reward else 3e-4,
         lr_scheduler_type="constant", loss_type="dr_grpo", num_generations=group_size,
         per_device_train_batch_size=prompts * group_size,
         max_completion_length=task.max_completion_length, max_steps=steps + WARM_UP_STEPS,
@@ -154,7 +160,7 @@ def trainer_of(
     arguments = OTBConfig(**(usual | arm.options))
     trainer = arm.kind(
         AutoModelForCausalLM.from_pretrained(policy),
-        task.reward,
+        digest_reward if any_reward else task.reward,
         arguments,
         task.train_dataset(),
         processing_class=AutoTokenizer.from_pretrained(policy),
@@ -172,15 +178,18 @@ def side_by_side(
     theirs: Arm,
     steps: int,
     prompts: int = PROMPTS,
-    learning_rate: float = LEARNING_RATE,
+    any_reward: bool = False,
 ) -> np.ndarray:
-    """Returns the seconds of each pair of steps, (steps, 2), warm-up left out. prompts: of a step."""
+    """Returns the seconds of each pair of steps, (steps, 2), warm-up left out.
+
+    prompts: of a step. any_reward: whether to use `digest_reward`, with a learning rate of 0.
+    """
     first, second = threading.Semaphore(1), threading.Semaphore(0)
     own_processor = not torch.cuda.is_available() and ours.task.environment is None
     both = (Turns(first, second, own_processor), Turns(second, first, own_processor))
     with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
         trainers = [
-            trainer_of(arm, policy, group_size, steps, output, turns, prompts, learning_rate)
+            trainer_of(arm, policy, group_size, steps, output, turns, prompts, any_reward)
             for arm, turns in zip((ours, theirs), both, strict=True)
         ]
         threads = [threading.Thread(target=trainer.train, daemon=True) for trainer in trainers]
@@ -196,7 +205,7 @@ def parts_of_steps(policy: str, arm: Arm, steps: int) -> np.ndarray:
     alone, found = threading.Semaphore(1), []
     with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
         turns = Turns(alone, alone, False)
-        trainer = trainer_of(arm, policy, 4, steps, output, turns, PROMPTS, LEARNING_RATE)
+        trainer = trainer_of(arm, policy, 4, steps, output, turns, PROMPTS, False)
         training_step = trainer.training_step
 
         def timed(*args, **kwargs):
@@ -234,14 +243,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="counted steps of each, even: a cycle of updates is two")
     parser.add_argument("--cases", nargs="*", help=f"of {'; '.join(CASES)}; none: all")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="of a step")
-    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="of pairs that are not of one seed")
+    parser.add_argument("--any-reward", action="store_true", help="for a policy that the tasks are too hard for")
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
     quiet()
     rows = []
     for name in arguments.cases or CASES:
         policy = arguments.policy or policy_of(CASES[name][1].task)
-        pairs = side_by_side(policy, *CASES[name], arguments.steps, arguments.prompts, arguments.learning_rate)
+        pairs = side_by_side(policy, *CASES[name], arguments.steps, arguments.prompts, arguments.any_reward)
         found, low, high = ratio(pairs)
         ours, theirs = (statistics.mean(column) for column in pairs.T)
         rows.append({"case": name, "ours": ours, "theirs": theirs, "ratio": found, "low": low, "high": high})
