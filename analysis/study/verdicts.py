@@ -270,10 +270,7 @@ def collapses(rows: pd.DataFrame) -> list[Comparison]:
     for arm in [OURS, *sorted(set(counts) - {OURS, RIVAL})]:
         effect = share_difference(counts[RIVAL], counts[arm])._replace(seeds=seeds)
         what = " minus ".join(f"{label(name)} ({counts[name][0]} of {counts[name][1]})" for name in (RIVAL, arm))
-        verdict, why = (
-            "",
-            [f"{settings} of {CONDITIONS} settings, {mixed}"],
-        )
+        verdict, why = "", [f"{settings} of {CONDITIONS} settings, {mixed}"]
         if arm == OURS:
             verdict, reason = collapse_verdict(effect, counts[RIVAL])
             if seeds < SEEDS:
