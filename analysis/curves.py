@@ -66,7 +66,7 @@ def draw_curves(
     x: str = "step",
     outside: pd.DataFrame | None = None,
     log: bool = False,
-    seed_lines: int | None = None,
+    seed_lines: bool = True,
 ) -> pd.DataFrame:
     """Draws every arm of `table` into axes, with the seeds in their labels; a legend is put by the caller.
 
@@ -76,7 +76,7 @@ def draw_curves(
         x: "step" or "own_tokens_total".
         outside: rows of plain TRL runs, drawn as grey lines.
         log: for a positive quantity; mean and interval are those of its logarithm, and a value of 0 has no place.
-        seed_lines: thin lines of single seeds, of all arms together; 0 = none, None = SEED_LINES.
+        seed_lines: whether single seeds are drawn as thin lines.
 
     Returns:
         The plotted numbers.
@@ -89,7 +89,7 @@ def draw_curves(
         axes.set_yscale("log")
     require(one_setting(table), y)
     sizes, plotted, arms = set(table.group_size), [], by_arm(table)
-    most = 0 if seed_lines == 0 else max(1, (seed_lines or SEED_LINES) // len(arms))
+    most = max(1, SEED_LINES // len(arms)) if seed_lines else 0
     for baseline, size, text, rows in arms:
         if runs := curves_of(rows, y, x):
             style = {"color": colour(baseline), "ls": dash(size, sizes)}

@@ -145,7 +145,14 @@ def digest_reward(completions: list, **columns) -> list[float]:
 
 
 def trainer_of(
-    arm: Arm, policy: str, group_size: int, steps: int, output: str, turns: Turns, prompts: int, any_reward: bool
+    arm: Arm,
+    policy: str,
+    group_size: int,
+    steps: int,
+    output: str,
+    turns: Turns,
+    prompts: int = PROMPTS,
+    any_reward: bool = False,
 ):
     """Returns the trainer of an arm, ready to train."""
     task, on_cpu = arm.task, not torch.cuda.is_available()
@@ -204,8 +211,7 @@ def parts_of_steps(policy: str, arm: Arm, steps: int) -> np.ndarray:
     """Returns seconds on the clock, (steps, 2), of an arm's steps: those for advantages, and those for the loss."""
     alone, found = threading.Semaphore(1), []
     with tempfile.TemporaryDirectory() as output, isolated_random_state(seed=0):
-        turns = Turns(alone, alone, False)
-        trainer = trainer_of(arm, policy, 4, steps, output, turns, PROMPTS, False)
+        trainer = trainer_of(arm, policy, 4, steps, output, Turns(alone, alone, False))
         training_step = trainer.training_step
 
         def timed(*args, **kwargs):

@@ -54,10 +54,10 @@ def every_call_readable(tokenizer, end_tokens: Sequence[int]) -> Iterator[None]:
     parse = tokenizer.parse_response
     messages: dict[tuple, dict] = {}
 
-    def parse_once(ids: list[int], prefix: Sequence[int] = (), **options) -> dict:
-        turn = (tuple(ids), tuple(prefix))
+    def parse_once(ids: list[int], **options) -> dict:
+        turn = (tuple(ids), tuple(options.get("prefix", ())))
         if turn not in messages:
-            messages[turn] = parse_anew(ids, **options, **({"prefix": prefix} if prefix else {}))
+            messages[turn] = parse_anew(ids, **options)
         return copy.deepcopy(messages[turn])  # TRL changes what it is given
 
     def parse_anew(ids: list[int], **options) -> dict:

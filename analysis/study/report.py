@@ -57,8 +57,7 @@ CLAIMS = {
 }
 FRONT_BEGIN, FRONT_END = "<!-- verdicts: make report-study -->", "<!-- end of verdicts -->"
 MAIN = "claim_c3_c4"  # what the names of files of rows begin with
-OTHERS = {"C1": "claim_c1", "C2": "claim_c2", "C2, several updates per batch": "claim_c2_updates"}
-OTHERS |= {verdicts.FIXED: "claim_fixed_rollouts"}
+OTHERS = {"C1": "claim_c1", "C2": "claim_c2", verdicts.FIXED: "claim_fixed_rollouts"}
 COSINE = "claim_c2_cosine"
 BESIDE_C2 = {"claim_c2_between": "rates between", COSINE: "a cosine from 2e-3"}  # what the rules added to its grid
 RECIPE_ENDS = {"arithmetic": "", "arithmetic_tools": "_tools", "arithmetic_long": "_long", REAL: "_real"}
@@ -310,8 +309,10 @@ def curves_over_tokens(rows: pd.DataFrame):
         raise RunError("Neither panel would have an arm.")
     _, axes = figure(2, PAGE, 2.6, sharey=True)
     what = ("evaluation_accuracy", "own_tokens_total")
-    plotted = [draw_curves(axes[0], small, *what, seed_lines=0), draw_curves(axes[1], rivals, *what)]
-    for ax, arms in zip(axes, ("N = 4, all arms", "N = 4 (solid) and 32 (dashed)"), strict=True):
+    plotted = [draw_curves(axes[0], small, *what, seed_lines=False), draw_curves(axes[1], rivals, *what)]
+    styles = zip(sorted(set(rivals.group_size)), ("solid", "dashed"), strict=False)
+    sizes = " and ".join(f"{size} ({style})" for size, style in styles)
+    for ax, arms in zip(axes, ("N = 4, all arms", f"N = {sizes}"), strict=True):
         ax.set_title(f"{arms}\n{ax.get_title('left')}", loc="left", fontsize=7)
         ax.set_xlabel("own tokens sampled")
     for line in axes[1].get_lines():  # the legend has the arms of N = 4 once
