@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from experiments.held_out import HeldOut
+from otb.random_state import isolated_random_state
 from otb.tool_rollouts import ENDINGS, ToolTrainer
-from otb.trainer import isolated_random_state
 
 
 class Samples(NamedTuple):

@@ -1,10 +1,10 @@
 """OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`.
 
 No method of TRL is copied. Those below are extended: each does its part and calls the next class by super(). A training
-step of a run goes through seven classes: Run (experiments.run_trainer.RunTrainer) > Tool
-(otb.tool_rollouts.ToolTrainer) > OTB (OTBTrainer, here) > Lean (otb.lean_trainer.LeanTrainer) > Improving
-(otb.improving_trainer.ImprovingTrainer) > GRPO (trl.GRPOTrainer) > HF (transformers.Trainer). The order of one step,
-each line with the classes that take part in it:
+step of a run goes through eight classes: Run (experiments.run_trainer.RunTrainer) > Tool
+(otb.tool_rollouts.ToolTrainer) > OTB (OTBTrainer, here) > Measuring (otb.measuring_trainer.MeasuringTrainer) > Lean
+(otb.lean_trainer.LeanTrainer) > Improving (otb.improving_trainer.ImprovingTrainer) > GRPO (trl.GRPOTrainer) > HF
+(transformers.Trainer). The order of one step, each line with the classes that take part in it:
 
     training_step                              Run > OTB > GRPO   once per micro-batch
       _prepare_inputs                          OTB > Improving > GRPO  the next micro-batch, after making new ones:
@@ -12,13 +12,14 @@ each line with the classes that take part in it:
           _generate                            Tool > OTB > GRPO  prompts -> responses; counts their tokens
             _generate_single_turn              Tool > OTB > GRPO  one turn of every unfinished rollout
             _get_tool_suffix_ids               Tool > GRPO        the reply to a tool call
-          _get_per_token_logps_and_entropies   OTB > Lean > Improving > GRPO  a pass, here with log sum pi^2
-          _calculate_rewards                   OTB > GRPO         rewards, which are kept
+          _get_per_token_logps_and_entropies   OTB > Measuring > Lean > Improving > GRPO  a pass, here with log sum pi^2
+          _calculate_rewards                   Measuring > GRPO   rewards, which are kept
           _replace_advantages                  OTB                pack, measure, baseline, advantages, weights, unpack
+            _measured                          Measuring          score norms and what else the baseline needs
             _log_rollouts                      Run > OTB          metrics of the rollouts
         _improve                               Improving          an optimizer step on the batch before, if asked for
       _compute_loss                            OTB > Lean > GRPO  with the auxiliary head's, then the backward pass
-        _get_per_token_logps_and_entropies     OTB > Lean > Improving > GRPO  its forward, or what the pass above kept
+        _get_per_token_logps_and_entropies     OTB > Measuring > Lean > Improving > GRPO  its forward, or that pass
     _get_grad_norm                             Run > OTB > HF     once per optimizer step, before it
     _maybe_log_save_evaluate                   Run > HF           samples, evaluation, checkpoint
       log                                      Run > GRPO         the metrics row
@@ -41,32 +42,27 @@ import copy
 import inspect
 import math
 import os
-import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import add_fused_lm_head
 
 from otb import adapters, baselines, exact_norms
 from otb.advantages import advantages as advantages_of
 from otb.auxiliary import MultiTokenPrediction, refuse_auxiliary
-from otb.baselines import StatefulBaseline
 from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
 from otb.improvement import PolicyImprovement
 from otb.lean_sampling import lean_sampling
-from otb.lean_trainer import CHUNKS, LeanTrainer, chunks, in_order
-from otb.loss_inputs import prompts_with_responses, response_mask
+from otb.loss_inputs import response_mask
+from otb.measuring_trainer import EXACT_NORMS, MeasuringTrainer
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, token_weight_metrics
 from otb.mismatch import mismatch_metrics
 from otb.mtp_training import MTPTraining
@@ -78,16 +74,12 @@ from otb.options import (
     refuse_options,
     refuse_sampler_dtype,
 )
-from otb.rollouts import OwnTokens, RolloutGroups, TokenStates, joined
+from otb.random_state import isolated_random_state
+from otb.rollouts import OwnTokens, RolloutGroups
 from otb.sampler_copy import SamplerCopy
 from otb.schedules import LengthTriggeredDecay
-from otb.score_norms import logit_gradient_proxy
-from otb.token_weights import OF_THE_BASE, TokenWeights, refuse_without_base, residuals, weighted_norms
+from otb.token_weights import TokenWeights, refuse_without_base
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})
 BASELINE_STATE = "baseline.pt"  # the file in a checkpoint that holds the state of a baseline that learns
 TOKEN_WEIGHTS_STATE = "token_weights.pt"  # and of token weights with normalise="running"
 MTP_HEAD = "mtp_head.pt"  # and the weights of an auxiliary head
@@ -159,7 +151,7 @@ class OTBConfig(GRPOConfig):
             )
 
 
-class OTBTrainer(LeanTrainer):
+class OTBTrainer(MeasuringTrainer):
     """A drop-in for `trl.GRPOTrainer` whose advantages come from `baseline`.
 
     Args:
@@ -206,18 +198,7 @@ class OTBTrainer(LeanTrainer):
         self._needs_score_norms = "score_norms" in self._needs or logs_energy
         given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
         self._refuse_before_loading(given, auxiliary)
-        # Whether the extra pass is made even where TRL makes one.
-        self._own_pass = "hidden_states" in self._needs or bool(self._watched_for_weights)
-        # What the hooks of one step leave for those that follow; see the order above.
-        self._scoring = False  # whether no-grad passes are to return log sum pi^2
-        self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
-        self._watched = torch.zeros(0)  # (B, C): what the signal of the token weights is made of
-        self._signals: Tensor | None = None  # (B, T) of own tokens; None where tokens are not weighted, or uniformly
-        self._factors: Tensor | None = None  # (B, T or 1); None where tokens are not weighted
-        self._log_probs: Tensor | None = None  # (B, C) of the policy that sampled; None where no pass was made
-        self._rewards_per_function: Tensor | None = None  # (P * G, reward functions), of all processes
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
-        self._seconds: dict[str, float] = {}  # part of the step -> time spent in it
         self._mtp: MTPTraining | None = None
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         keep_float32_outputs(self.accelerator)
@@ -301,11 +282,8 @@ class OTBTrainer(LeanTrainer):
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        # TRL's pass knows neither tool tokens nor rewards, which `reduce` needs, and has the dropout of training, which
-        # token weights must not see: both take an extra one.
-        self._scoring = self._needs_score_norms and not self._own_pass
         of_sampling = self._mtp is not None and self._mtp.options.reads_old_head
-        try:
+        with self._measurable_passes():
             with self._mtp.passes_of("sampling") if self._mtp and of_sampling else nullcontext():
                 output = super()._generate_and_score_completions(inputs)
             if self._mtp is not None:
@@ -313,8 +291,6 @@ class OTBTrainer(LeanTrainer):
             started = time.perf_counter()
             self._replace_advantages(output)
             self._add_seconds("advantages", time.perf_counter() - started)
-        finally:
-            self._scoring, self._passes = False, []
         return output
 
     def _replace_advantages(self, output: dict) -> None:
@@ -349,6 +325,16 @@ class OTBTrainer(LeanTrainer):
             self._keep_for_improvement(output, rollouts, advantages, log_probs)
         if baselines.carries_state(self.baseline):
             self.baseline.update(rollouts)
+
+    def _gathered_factors(self, weights: TokenWeights, rollouts: RolloutGroups) -> Tensor:
+        """Returns the factors of all processes, (P, G, T or 1), logs them and lets the weights learn."""
+        factors = self._gathered(cast(Tensor, self._factors))
+        signals = None if self._signals is None else self._gathered(self._signals)
+        own = rollouts.reached(factors.shape[-1])
+        self._log(token_weight_metrics(signals, factors, own))
+        if signals is not None:
+            weights.update(signals, own)
+        return factors
 
     def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
         if self.use_vllm or images is not None:
@@ -390,39 +376,6 @@ class OTBTrainer(LeanTrainer):
         alive = torch.arange(ratio.size(1), device=ratio.device) < lengths.unsqueeze(1)
         self._log(mismatch_metrics(ratio, alive))
 
-    def _gathered_groups(self, own: OwnTokens, totals: dict, reduced: dict, **measured: Tensor) -> RolloutGroups:
-        """Returns the prompt groups of all processes, from what each of them measured.
-
-        reduced, measured: rows (B, ...) of this process; totals: tensors of any shape, which are summed.
-        """
-        lengths = self._gathered(own.lengths)
-        measured = {name: self._gathered(rows) for name, rows in measured.items()}
-        if "prefix_norms" in measured:  # another process's rollouts may be longer
-            measured["prefix_norms"] = exact_norms.kept_after_end(measured["prefix_norms"], lengths)
-        return RolloutGroups(
-            rewards=self._in_groups(self._summed_rewards()),
-            lengths=lengths,
-            reduced={name: self._gathered(rows) for name, rows in reduced.items()},
-            totals={name: self.accelerator.reduce(total, reduction="sum") for name, total in totals.items()},
-            **measured,
-        )
-
-    def _gathered(self, rows: Tensor) -> Tensor:
-        """Collects rows of all processes. (B, ...) -> (P, G, ...); a second dimension that differs is padded with 0."""
-        if rows.dim() > 1:
-            rows = self.accelerator.pad_across_processes(rows, dim=1)
-        return self._in_groups(self.accelerator.gather(rows))
-
-    def _in_groups(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (-1, self.num_generations))
-
-    def _summed_rewards(self) -> Tensor:
-        """Returns the weighted sums of the reward functions, (P * G,) of all processes; NaN for unscored rollouts."""
-        assert self._rewards_per_function is not None, "rewards come before their sums"
-        weights = self.reward_weights.to(self._rewards_per_function.device)
-        rewards = (self._rewards_per_function * weights).nansum(dim=1)
-        return rewards.masked_fill(self._rewards_per_function.isnan().all(dim=1), torch.nan)
-
     def _state_of_engine(self) -> AbstractContextManager[None]:
         """Gives the processes that share a copy of the policy in vLLM one random state, from which each samples.
 
@@ -436,12 +389,6 @@ class OTBTrainer(LeanTrainer):
         rank = self.accelerator.process_index
         return isolated_random_state(seed=drawn[rank - rank % together])
 
-    def _calculate_rewards(self, *args, **kwargs):
-        started = time.perf_counter()
-        self._rewards_per_function = super()._calculate_rewards(*args, **kwargs)
-        self._add_seconds("scoring", time.perf_counter() - started)
-        return self._rewards_per_function
-
     def _generate(self, prompts):
         started = time.perf_counter()
         with self._state_of_engine():
@@ -453,270 +400,6 @@ class OTBTrainer(LeanTrainer):
         self._sampled_tokens = torch.tensor([own_counts, lengths], device=self.accelerator.device).T.contiguous()
         self._add_seconds("sampling", time.perf_counter() - started)
         return generated
-
-    # ---- what the baseline needs
-
-    def _measured(self, output: dict, own: OwnTokens) -> dict:
-        """Returns what the baseline declared that it needs, of this process's rollouts.
-
-        -> the norms by their names in RolloutGroups, packed (B, T) or (B,); "reduced" and "totals", what the baseline's
-        `reduce` returned, empty without one.
-        """
-        measured: dict = {"reduced": {}, "totals": {}}
-        if "hidden_states" in self._needs:
-            parts: list[tuple[Tensor, dict, dict]] = []
-            probabilities = self._extra_pass(output, parts, keep=True)
-            measured["reduced"] = joined_rows([(rows, kept) for rows, kept, _ in parts])
-            measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
-        elif self._needs_score_norms or self._own_pass:
-            probabilities = self._probabilities(output)
-        passed = self._own_pass or self._needs_score_norms
-        self._log_probs = probabilities[0] if passed else output.get("old_per_token_logps")
-        self._signals, self._factors = self._signals_and_factors(own, self._watched)
-        if self._needs_score_norms:
-            measured["score_norms"] = weighted_norms(own.pack(proxy(output, *probabilities)), self._factors)
-        for name in sorted(self._needs & EXACT_NORMS):
-            measured[name] = self._exact_norms(output, getattr(exact_norms, name))
-        return measured
-
-    def _exact_norms(self, output: dict, norms: Callable) -> Tensor:
-        """Returns exact norms of this process's rollouts, with rho f s in the place of s.
-
-        rho: where TRL corrects the sampler; f: where tokens are weighted. norms: `sequence_norms` or `prefix_norms` of
-        otb.exact_norms.
-        """
-        ids, attention_mask = prompts_with_responses(output)
-        own_mask = response_mask(output)
-        on_prompt = torch.zeros_like(output["prompt_mask"])
-        rho = output.get("importance_sampling_ratio")
-        if self._factors is not None:
-            own = OwnTokens(own_mask)
-            factors = own.unpack(self._factors * own.own)
-            rho = factors if rho is None else rho * factors
-        if rho is not None:
-            rho = torch.cat([on_prompt.to(rho), rho.expand(own_mask.shape)], dim=1)
-        model = self.accelerator.unwrap_model(self.model)
-        checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with checkpointing_off, without_dropout(model), self.accelerator.autocast():
-            return norms(model, ids, attention_mask, torch.cat([on_prompt.bool(), own_mask], 1), self.temperature, rho)
-
-    def _probabilities(self, output: dict) -> tuple[Tensor, Tensor]:
-        """Returns log pi and log sum pi^2 (B, C) of the policy that sampled, from TRL's pass where it made one."""
-        for log_probs, log_sum_sq_probs in self._passes:
-            # Under LoRA the reference model's pass runs through the same model: only identity tells them apart.
-            if log_probs is output.get("old_per_token_logps"):
-                return log_probs, log_sum_sq_probs
-        return self._extra_pass(output, keep=True)
-
-    def _extra_pass(self, output: dict, reduced: list | None = None, keep: bool = False) -> tuple[Tensor, Tensor]:
-        """Makes a forward in which rollouts of similar length stand together.
-
-        A padded batch is mostly padding where lengths differ; sorting it takes a third off this pass and more.
-        reduced: receives (rows of the batch, kept, totals) of each chunk, what the baseline's `reduce` returned for it.
-        keep: let the loss take this pass, if it can. -> log pi and log sum pi^2 (B, C), without gradient.
-        """
-        ids, attention_mask = prompts_with_responses(output)
-        prompt_width, width_of_all = output["prompt_ids"].size(1), output["completion_ids"].size(1)
-        lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
-        started = time.perf_counter()
-        keep = keep and not self._watched_for_weights and not self._needs & EXACT_NORMS and self._can_keep_pass(output)
-        learns = torch.zeros_like(lengths, dtype=torch.bool)
-        if keep:
-            learns = self._may_learn(OwnTokens(response_mask(output)))
-        at_once = min(self.args.per_device_train_batch_size, -(-len(ids) // CHUNKS))
-        parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-        self._scoring, self._watched = True, torch.zeros(output["completion_ids"].shape, device=ids.device)
-        with nullcontext() if keep else self._as_measurement():
-            for rows, with_gradient in chunks(lengths, learns, torch.ones_like(learns), at_once):
-                width = max(1, int(lengths[rows[-1]]))
-                chunk = slice(prompt_width + width)
-                part = (ids[rows, chunk], attention_mask[rows, chunk], width)
-                states = "post_norm" if reduced is not None else None
-                with torch.set_grad_enabled(with_gradient), self._hidden_states(states) as hidden_states:
-                    passed, watched = self._watched_pass(*part, compute_entropy=keep)
-                parts.append((rows, passed))
-                if watched is not None:
-                    self._watched[rows, :width] = watched
-                if reduced is not None:
-                    probabilities = [values.detach() for values in passed[:2]]
-                    predicting = hidden_states.pop()[:, -width - 1 : -1].detach()
-                    with torch.no_grad():
-                        token_states = self._token_states(output, rows, predicting, *probabilities)
-                        reduced.append((rows, *cast(StatefulBaseline, self.baseline).reduce(token_states)))
-        log_probs, log_sum_sq_probs, *entropies = in_order(parts, width_of_all)
-        if keep:
-            self._keep_pass(output, log_probs, entropies[0], learns)
-            # Less time than nothing: it is counted with the loss, which is what remains of a step.
-            self._add_seconds("advantages", started - time.perf_counter())
-        return log_probs.detach(), log_sum_sq_probs.detach()
-
-    def _may_learn(self, own: OwnTokens) -> Tensor:
-        """Tells which rollouts of a lone process will have an advantage that is not 0, -> (B,) bool, by a guess.
-
-        The baseline is asked with 1 in the place of the norms that are not known yet: where rewards are equal, whether
-        the advantage is 0 does not depend on them. What was not foreseen costs a second forward, and what was foreseen
-        in vain a graph.
-        """
-        if baselines.carries_state(self.baseline):
-            return torch.ones(len(own.mask), dtype=torch.bool, device=own.mask.device)
-        ones = self._in_groups(own.own.float())
-        rollouts = RolloutGroups(
-            self._in_groups(self._summed_rewards()),
-            self._in_groups(own.lengths),
-            score_norms=ones,
-            sequence_norms=ones.sum(-1),
-            prefix_norms=ones.cumsum(-1),
-        )
-        with isolated_random_state():
-            advantages = advantages_of(rollouts, self.baseline(rollouts))
-        return advantages.ne(0).any(-1).flatten()
-
-    @contextmanager
-    def _as_measurement(self) -> Iterator[None]:
-        """Makes passes inside draw no dropout and keep nothing for a backward."""
-        checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), checkpointing_off, without_dropout(self.model):
-            yield
-
-    @property
-    def _watched_for_weights(self) -> str:
-        """What the signal of the token weights is made of, `TokenWeights.measure`; "" where nothing is measured."""
-        return self.token_weights.measure if self.token_weights else ""
-
-    def _watched_pass(self, ids: Tensor, attention_mask: Tensor, width: int, compute_entropy: bool):
-        """Makes the forward of one chunk, and one of the base where token weights compare the policy with it.
-
-        -> log pi, log sum pi^2 and, if asked for, entropies; what the signal of the weights is made of or None: each
-        (b, width).
-        """
-        measure = self._watched_for_weights
-        states = self.token_weights.states if self.token_weights and measure == "residuals" else None
-        part = (ids, attention_mask)
-        with self._hidden_states(states) as of_policy:
-            _, entropies, _ = self._get_per_token_logps_and_entropies(
-                self.model, *part, width, compute_entropy=compute_entropy or measure == "entropies"
-            )
-        log_probs, log_sum_sq_probs = self._passes.pop()
-        passed = (log_probs, log_sum_sq_probs, *([entropies] if compute_entropy else []))
-        if measure not in OF_THE_BASE:
-            return passed, {"log_probs": log_probs, "entropies": entropies}.get(measure)
-        without_adapter = adapters.disabled(self.accelerator.unwrap_model(self.model))
-        with without_adapter, self._hidden_states(states) as of_base:
-            scored = width if states is None else 1  # hidden states need no LM head
-            of_base_log_probs, *_ = super()._get_per_token_logps_and_entropies(self.model, *part, scored)
-        if states is None:
-            return passed, log_probs - of_base_log_probs
-        predicting = slice(-width - 1, -1)
-        return passed, residuals(of_policy.pop()[:, predicting], of_base.pop()[:, predicting])
-
-    def _signals_and_factors(self, own: OwnTokens, watched: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Returns signals (B, T) and factors (B, T or 1) of the token weights; None for what there is not.
-
-        watched: (B, C) as `_watched_pass` returns it.
-        """
-        if self.token_weights is None:
-            return None, None
-        signals = self.token_weights.signals(own.pack(watched), own.own) if self._watched_for_weights else None
-        return signals, self.token_weights.factors(signals, own.own)
-
-    def _gathered_factors(self, weights: TokenWeights, rollouts: RolloutGroups) -> Tensor:
-        """Returns the factors of all processes, (P, G, T or 1), logs them and lets the weights learn."""
-        factors = self._gathered(cast(Tensor, self._factors))
-        signals = None if self._signals is None else self._gathered(self._signals)
-        own = rollouts.reached(factors.shape[-1])
-        self._log(token_weight_metrics(signals, factors, own))
-        if signals is not None:
-            weights.update(signals, own)
-        return factors
-
-    def _token_states(self, output: dict, rows: Tensor, hidden_states: Tensor, log_probs, log_sum_sq_probs):
-        """Returns the TokenStates of rows (b,) of the batch.
-
-        hidden_states (b, width, d), log_probs and log_sum_sq_probs (b, width): of the first positions of the response.
-        """
-        width = hidden_states.size(1)
-        own = OwnTokens(response_mask(output)[rows, :width])
-        ratio = {name: output[name][rows] for name in ("importance_sampling_ratio",) if name in output}
-        w = own.pack(proxy(ratio, log_probs, log_sum_sq_probs)) if self._needs_score_norms else None
-        _, factors = self._signals_and_factors(own, self._watched[rows, :width])
-        first = self.accelerator.process_index * len(output["completion_ids"])
-        return TokenStates(
-            own=own.own,
-            hidden_states=own.pack(hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()),
-            log_probs=own.pack(log_probs),
-            log_sum_sq_probs=own.pack(log_sum_sq_probs),
-            score_norms=None if w is None else weighted_norms(w, factors),
-            scored=~self._summed_rewards()[first + rows].isnan(),
-        )
-
-    @contextmanager
-    def _hidden_states(self, states: str | None) -> Iterator[list[Tensor]]:
-        """Collects the final hidden states (B, L, d) of each forward inside, as `adapters.collected_states` names them.
-
-        states: None for a pass that needs none.
-        """
-        if states is None:
-            yield []
-            return
-        backbone: Any = self._causal_model().base_model  # a module; torch's stubs say "or a tensor"
-        with adapters.collected_states(backbone, states) as collected:
-            yield collected
-
-    def _causal_model(self) -> PreTrainedModel:
-        """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        part = (model, input_ids, attention_mask, logits_to_keep)
-        if self._mtp is None or not self._mtp.is_to_see(model):
-            return self._scored_pass(*part, *args, **kwargs)
-        with self._mtp.reading(*part[1:]) as of_head:
-            result = self._scored_pass(*part, *args, **kwargs)
-        self._mtp.seen.append((result[0], torch.cat(of_head)))
-        return result
-
-    def _scored_pass(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        """Makes TRL's pass, and keeps log sum pi^2 of it where it is to be measured."""
-
-        def trl_pass():
-            return super(OTBTrainer, self)._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-            )
-
-        if not self._scoring or model is not self.model:
-            return trl_pass()
-        with self._log_sum_sq_probs_head(kwargs.get("compute_entropy", False)) as chunks:
-            result = trl_pass()
-        self._passes.append((result[0], torch.cat([chunk[:, -logits_to_keep:] for chunk in chunks])))
-        return result
-
-    @contextmanager
-    def _log_sum_sq_probs_head(self, with_entropy: bool) -> Iterator[list[Tensor]]:
-        """Makes TRL's fused LM head return log sum pi^2 too, for one pass and without (B, C, V) logits.
-
-        The list collects it per chunk of TRL's pass. A second head that stayed would cost more per step.
-        """
-        model = self._causal_model()
-        trl_forward, chunks = model.forward, []
-        add_fused_lm_head(
-            model,
-            temperature=self.temperature,
-            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
-            outputs=("log_probs", "log_sum_sq_probs", *(["entropy"] if with_entropy else [])),
-        )
-        fused_forward = model.forward
-
-        def forward(*args, **kwargs):
-            result = fused_forward(*args, **kwargs)
-            chunks.append(result.log_sum_sq_probs)
-            return result
-
-        model.forward = forward
-        try:
-            yield chunks
-        finally:
-            model.forward = trl_forward
 
     # ---- gradient noise, from micro-batches of whole prompt groups
 
@@ -731,6 +414,15 @@ class OTBTrainer(LeanTrainer):
         return inputs
 
     # ---- the loss of an auxiliary head
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        part = (input_ids, attention_mask, logits_to_keep)
+        if self._mtp is None or not self._mtp.is_to_see(model):
+            return super()._get_per_token_logps_and_entropies(model, *part, *args, **kwargs)
+        with self._mtp.reading(*part) as of_head:
+            result = super()._get_per_token_logps_and_entropies(model, *part, *args, **kwargs)
+        self._mtp.seen.append((result[0], torch.cat(of_head)))
+        return result
 
     def _compute_loss(self, model, inputs):
         if self._mtp is None or not self.model.training:
@@ -792,9 +484,6 @@ class OTBTrainer(LeanTrainer):
         """Hands metrics of the step to TRL, which logs their mean over the passes since the last log."""
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-
-    def _add_seconds(self, part: str, seconds: float) -> None:
-        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     # ---- a learning rate that follows the lengths
 
@@ -888,17 +577,6 @@ def keep_float32_outputs(accelerator) -> None:
     )
 
 
-@contextmanager
-def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """Puts the model into evaluation mode inside: a measurement draws nothing from the random state of training."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def refuse_two_schedules(args: GRPOConfig, optimizers: tuple | None) -> None:
     """Raises ValueError where something beside `lr_schedule` would move the learning rate."""
     given = f"lr_scheduler_type={str(getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type))!r}"
@@ -924,39 +602,3 @@ def refuse_micro_batches(args: GRPOConfig) -> None:
         fix="Set per_device_train_batch_size to a multiple of num_generations and gradient_accumulation_steps to 2 or "
         "more.",
     )
-
-
-def proxy(output: dict, log_probs: Tensor, log_sum_sq_probs: Tensor) -> Tensor:
-    """Returns w (B, C) of every position, times rho^2 where `output` has TRL's correction for the sampler."""
-    w = logit_gradient_proxy(log_probs, log_sum_sq_probs)
-    rho = output.get("importance_sampling_ratio")  # (B, C) or (B, 1)
-    return w if rho is None else w * rho[:, : w.size(1)].square()
-
-
-def joined_rows(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """Puts the rows of chunks back into the order of the batch.
-
-    parts: (rows (b,), name -> tensor (b, ...)) of each chunk; a second dimension that differs is padded with 0.
-    -> name -> tensor (B, ...).
-    """
-    place = torch.cat([rows for rows, _ in parts]).argsort()
-    return {name: joined([kept[name] for _, kept in parts], dim=1)[place] for name in parts[0][1]}
-
-
-@contextmanager
-def isolated_random_state(seed: int | None = None) -> Iterator[None]:
-    """Restores the random states of torch, numpy and random afterwards, whatever is drawn inside.
-
-    seed: seeds them inside, so that the same call draws the same numbers; None continues from the current state.
-    """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            if seed is not None:
-                random.seed(seed)
-                np.random.seed(seed % 2**32)
-                torch.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)

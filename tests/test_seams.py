@@ -125,15 +125,15 @@ def test_a_broken_name_is_told_with_its_file_and_its_purpose(monkeypatch, capsys
 
 # ---- the order of a step, at the top of otb/trainer.py
 
-LEVELS = {"RunTrainer": "Run", "ToolTrainer": "Tool", "OTBTrainer": "OTB", "LeanTrainer": "Lean"}
-LEVELS |= {"ImprovingTrainer": "Improving", "GRPOTrainer": "GRPO", "Trainer": "HF"}
+LEVELS = {"RunTrainer": "Run", "ToolTrainer": "Tool", "OTBTrainer": "OTB", "MeasuringTrainer": "Measuring"}
+LEVELS |= {"LeanTrainer": "Lean", "ImprovingTrainer": "Improving", "GRPOTrainer": "GRPO", "Trainer": "HF"}
 LINE = re.compile(rf"^ {{4,}}(\w+) +((?:{'|'.join(LEVELS.values())})(?: > \w+)*)\b", re.MULTILINE)
 
 
 def test_the_order_of_a_step_names_the_classes_that_take_part_in_each_hook():
     """Of each hook: all of this project's classes that define it, then the first below them."""
     order = dict(LINE.findall(trainer.__doc__))  # a hook that is called in two places stands there twice, alike
-    assert len(order) == 15 and len(set(LINE.findall(trainer.__doc__))) == 15
+    assert len(order) == 16 and len(set(LINE.findall(trainer.__doc__))) == 16
     for hook, classes in order.items():
         defining = [LEVELS[kind.__name__] for kind in inspect.getmro(RunTrainer) if hook in vars(kind)]
         foreign = next((i for i, level in enumerate(defining) if level in ("GRPO", "HF")), len(defining))

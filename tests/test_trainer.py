@@ -15,7 +15,7 @@ from otb.baselines.grpo import grpo
 from otb.baselines.none import none
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
-from otb.trainer import isolated_random_state
+from otb.random_state import isolated_random_state
 from tests.support.trainers import PROMPTS, byte_reward, config, dataset, recorded
 
 

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 
 from experiments.evaluation.inputs import Inputs
 from experiments.hardware import grpo_options, sampling_limits
+from otb.random_state import isolated_random_state
 from otb.tasks.grading import Outcome, normalised, number
 from otb.tool_rollouts import ToolTrainer
-from otb.trainer import isolated_random_state
 
 
 class Response(NamedTuple):

@@ -179,7 +179,7 @@ def logits_avoided(step: Step) -> float:
 def pass_rollouts(step: Step) -> int:
     """Returns the rollouts of one forward of the extra pass: at most a quarter of a step's.
 
-    That is LENGTH_CHUNKS of otb/trainer.py. With vLLM the pass is TRL's, of whole micro-batches.
+    That is CHUNKS of otb/lean_trainer.py. With vLLM the pass is TRL's, of whole micro-batches.
     """
     return min(step.forward, -(-step.rollouts // 4)) if step.sampler == "hf" else step.forward
 
