@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import yaml
-from matplotlib.ticker import EngFormatter
 
 from analysis.arms import label
-from analysis.curves import draw_curves
-from analysis.group_size import accuracy_by_group_size
 from analysis.report.markdown import markdown_table
 from analysis.study import verdicts
-from analysis.study.collapses import cells, cells_section, survival
+from analysis.study.collapses import cells, cells_section
+from analysis.study.figures import figures
 from analysis.study.methods import write_methods
 from analysis.study.noise import REAL, relative_noise
-from analysis.study.noise_figure import noise_over_training
 from analysis.study.rates import SEARCH, chosen, scores
-from analysis.study.rows import numbers, read, steps_table
+from analysis.study.rows import BESIDE_C2, FIXED, MAIN, OTHERS, of_kind, read
 from analysis.study.verdicts import Comparison, Runs
-from analysis.style import PAGE, figure, keep_numbers, legend_below, save
 from otb.errors import RunError
 
 HEAD = """\
@@ -56,10 +50,6 @@ CLAIMS = {
     "C5": "no extra backward pass",
 }
 FRONT_BEGIN, FRONT_END = "<!-- verdicts: make report-study -->", "<!-- end of verdicts -->"
-MAIN = "claim_c3_c4"  # what the names of files of rows begin with
-OTHERS = {"C1": "claim_c1", "C2": "claim_c2", verdicts.FIXED: "claim_fixed_rollouts"}
-COSINE = "claim_c2_cosine"
-BESIDE_C2 = {"claim_c2_between": "rates between", COSINE: "a cosine from 2e-3"}  # what the rules added to its grid
 RECIPE_ENDS = {"arithmetic": "", "arithmetic_tools": "_tools", "arithmetic_long": "_long", REAL: "_real"}
 SAMPLES = "seeds (C1: policies, C5: pairs of steps)"
 RECIPES = Path(__file__).parents[2] / "conf" / "experiment"
@@ -95,12 +85,6 @@ def write(folder: Path) -> list[Path]:
     return written
 
 
-def of_kind(rows: dict[str, pd.DataFrame], kind: str) -> pd.DataFrame:
-    """Returns the rows of all files whose name begins with a kind; empty where there are none."""
-    parts = [part for name, part in rows.items() if name.startswith(kind)]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["task"])
-
-
 def all_comparisons(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame]) -> list[Comparison]:
     """Returns the comparisons of every claim and task that has rows. noise: as `noise_by_task` returns it."""
     found: list[Comparison] = []
@@ -109,7 +93,7 @@ def all_comparisons(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame
     for _, part in of_kind(rows, MAIN).groupby("task"):
         runs = Runs(part)
         found += verdicts.accuracy_at_small_n(runs) + verdicts.tokens_saved(runs)
-        if not (deep := of_kind(rows, OTHERS[verdicts.FIXED]).query("task == @runs.task")).empty:
+        if not (deep := of_kind(rows, OTHERS[FIXED]).query("task == @runs.task")).empty:
             found += verdicts.rollouts_divided(runs, Runs(deep))
     grid = {name: part for name, part in rows.items() if name not in BESIDE_C2}
     for _, part in of_kind(grid, OTHERS["C2"]).groupby("task"):
@@ -265,63 +249,3 @@ def not_run(rows: dict[str, pd.DataFrame], comments: dict[str, str]) -> list[str
         if have < runs:
             missing.append(f"- `{file.stem}`: {have} of {runs} runs")
     return ["## Not run yet", "", *missing, "", comments.get("Not run yet", ""), ""] if missing else []
-
-
-def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folder: Path) -> dict[tuple[str, str], Path]:
-    """Draws one figure per claim and task; returns (claim, task) -> picture."""
-    drawn: dict[tuple[str, str], Path] = {}
-    for of_task, results in noise.items():
-        files = save(noise_over_training(results), folder / f"c1_{file_name(of_task)}", ("png", "pdf"))
-        drawn["C1", of_task] = files[0]
-    makers: list[tuple[str, str, Callable]] = [
-        ("C3", MAIN, lambda rows: accuracy_by_group_size(steps_table(rows), whole_grid=False)),
-        ("C4", MAIN, curves_over_tokens),
-        ("C2", OTHERS["C2"], lambda rows: survival(verdicts.judged_settings(rows)[0])),
-    ]
-    drawable = {name: part for name, part in rows.items() if name != COSINE}  # a panel is about a rate that stays
-    for claim, kind, make in makers:
-        for task, part in of_kind(drawable, kind).groupby("task"):
-            try:
-                axes = make(part)
-            except RunError:  # too few arms yet: the tables say which
-                continue
-            files = save(axes, folder / f"{claim.lower()}_{file_name(str(task))}", ("png", "pdf"))
-            drawn[claim, str(task)] = files[0]
-    return drawn
-
-
-def file_name(task: str) -> str:
-    """Returns a task as a part of a file's name."""
-    return re.sub(r"[^a-z0-9_.]+", "-", task.lower())
-
-
-def curves_over_tokens(rows: pd.DataFrame):
-    """Draws held-out accuracy over own tokens: all arms at N = 4, and beside them OTB and its rivals at both N.
-
-    Beside them the tokens are on a log scale that has a place for 0: N = 32 samples eight times the tokens of N = 4.
-
-    Returns:
-        The two axes.
-    """
-    table = steps_table(rows)
-    small, rivals = table[table.group_size == verdicts.SMALL], table[table.baseline.isin(["otb", "rloo", "grpo"])]
-    if small.empty or rivals.empty:
-        raise RunError("Neither panel would have an arm.")
-    _, axes = figure(2, PAGE, 2.6, sharey=True)
-    what = ("evaluation_accuracy", "own_tokens_total")
-    plotted = [draw_curves(axes[0], small, *what, seed_lines=False), draw_curves(axes[1], rivals, *what)]
-    styles = zip(sorted(set(rivals.group_size)), ("solid", "dashed"), strict=False)
-    sizes = " and ".join(f"{size} ({style})" for size, style in styles)
-    for ax, arms in zip(axes, ("N = 4, all arms", f"N = {sizes}"), strict=True):
-        ax.set_title(f"{arms}\n{ax.get_title('left')}", loc="left", fontsize=7)
-        ax.set_xlabel("own tokens sampled")
-    for line in axes[1].get_lines():  # the legend has the arms of N = 4 once
-        if ", N=4 " in str(line.get_label()):
-            line.set_label("_")
-    first = min(float(numbers(cell)[1]) for cell in rows.evaluation_own_tokens_total)  # evaluated after the start
-    axes[1].set_xscale("symlog", linthresh=first, linscale=0.3)
-    axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes[0].set_ylabel("held-out accuracy (avg@k)")
-    legend_below(axes)
-    keep_numbers(axes, pd.concat(plotted))
-    return axes

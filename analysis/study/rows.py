@@ -29,6 +29,11 @@ CONFIGURED = ("key", "task", "baseline", "group_size", "prompts_per_step", "lear
 MADE = ("outcome", "libraries", "commit", "device")
 DIGITS = 5
 ENDED = ("finished", "diverged")
+MAIN = "claim_c3_c4"  # what the names of files of rows begin with
+FIXED = "C4, rollouts per step fixed"  # what stands beside C4: 16 prompts x 4 rollouts and 2 x 32
+OTHERS = {"C1": "claim_c1", "C2": "claim_c2", FIXED: "claim_fixed_rollouts"}
+COSINE = "claim_c2_cosine"
+BESIDE_C2 = {"claim_c2_between": "rates between", COSINE: "a cosine from 2e-3"}  # what the rules added to its grid
 
 
 def key_of(config: dict) -> str:
@@ -84,6 +89,12 @@ def read(file: Path) -> pd.DataFrame:
     """Returns the rows of a file; cells of curves are text."""
     curves = ("evaluation_step", *EVALUATED, *EVERY_STEP, *OF_METHODS)
     return pd.read_csv(file, dtype={"key": str, **dict.fromkeys(curves, str)}, keep_default_na=False)
+
+
+def of_kind(rows: dict[str, pd.DataFrame], kind: str) -> pd.DataFrame:
+    """Returns the rows of all files whose name begins with a kind; empty where there are none."""
+    parts = [part for name, part in rows.items() if name.startswith(kind)]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["task"])
 
 
 def add(rows: list[dict], file: Path) -> int:

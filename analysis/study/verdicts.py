@@ -17,7 +17,7 @@ from analysis.group_size import by_seed, final_accuracy
 from analysis.intervals import Interval, difference, improvement, share_difference
 from analysis.report.claims import NOT_SUPPORTED, NOTHING, SUPPORTED, UNDECIDED, decide
 from analysis.stability import stability_table
-from analysis.study.rows import steps_table
+from analysis.study.rows import FIXED, steps_table
 from analysis.token_consumption import consumption, horizon, saving
 
 OURS, RIVAL, SMALL, LARGE = "otb", "rloo", 4, 32
@@ -26,7 +26,6 @@ STAGES, POLICIES = ("start", "half", "end"), 3  # C1: at which policies are meas
 LESS_NOISE = 0.9  # C1: noise relative to the rival's, below which it is less by an effect worth the name
 MATCHES = 0.02  # C3: not worse by so much accuracy
 CLAIMED_SAVING, SMALLEST_SAVING = 0.62, 0.10  # C4
-FIXED = "C4, rollouts per step fixed"  # what stands beside C4: 16 prompts x 4 rollouts and 2 x 32
 TARGETS = (0.9, 0.8, 0.95)  # C4: shares of the best final accuracy, the first decides
 OVERHEAD = "score norms, baseline and advantages / loss of a plain step"  # C5: names of figures of benchmarks/bench.py
 LEAN_STEP = "step: otb / rloo, N=4"
