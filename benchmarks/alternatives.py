@@ -1,8 +1,8 @@
-"""What transformers offers in the place of two loops of this project: `python benchmarks/alternatives.py`, a minute.
+"""Times two loops of this project beside what transformers offers: `python benchmarks/alternatives.py`, two minutes.
 
 Sampling: otb/lean_sampling.py beside generate as it is, with a static cache, with a static cache and torch.compile,
 and beside continuous batching. Loss: the chunks of otb/lean_trainer.py beside packed sequences without padding, all
-rollouts in one or four in each, whose sums of log-probs have to be the same. Seconds of the processor, on the tiny
+rollouts in one or a few in each, whose sums of log-probs have to be the same. Seconds of the processor, on the tiny
 policy and `arithmetic`, 16 prompts x 4; every way in turn on the same prompts.
 """
 
@@ -12,7 +12,6 @@ import argparse
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,8 +19,13 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.generation.configuration_utils import CompileConfig, ContinuousBatchingConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CompileConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 
 from otb.lean_sampling import lean_sampling
 from otb.lean_trainer import CHUNKS, chunks
@@ -29,7 +33,8 @@ from otb.policies.warm_start import WarmStart, warm_start
 from otb.tasks.arithmetic import Arithmetic
 
 PROMPTS, GROUP_SIZE = 16, 4
-WARM_UP = 3
+WARM_UP = 3  # batches that are not counted
+PACKED = (64, 16, 8, 4)  # rollouts in a sequence
 
 
 class Prompts(NamedTuple):
@@ -145,11 +150,18 @@ def sampled(model: Any, prompts: Prompts, options: dict) -> Rollouts:
 # ---- side by side
 
 
-def timed(call: Callable, *args: Any) -> tuple[float, Any]:
-    """Returns the seconds of the processor that a call takes, and its result."""
-    started = time.process_time()
+class Times(NamedTuple):
+    """Seconds of one call: of the processor, and on the clock, which counts compilers in processes of their own."""
+
+    processor: float
+    clock: float
+
+
+def timed(call: Callable, *args: Any) -> tuple[Times, Any]:
+    """Returns what a call takes, and its result."""
+    started = (time.process_time(), time.perf_counter())
     result = call(*args)
-    return time.process_time() - started, result
+    return Times(time.process_time() - started[0], time.perf_counter() - started[1]), result
 
 
 def step_of(loss: Callable, model: Any, rollouts: Rollouts) -> float:
@@ -160,10 +172,29 @@ def step_of(loss: Callable, model: Any, rollouts: Rollouts) -> float:
     return total.item()
 
 
+def padding(rollouts: Rollouts) -> tuple[float, float]:
+    """Returns the share of positions that are padding: of the chunks, and of one batch as wide as its longest row."""
+    all_rows = torch.ones_like(rollouts.lengths, dtype=torch.bool)
+    parts = [rows for rows, _ in chunks(rollouts.lengths, all_rows, all_rows, -(-len(all_rows) // CHUNKS))]
+    computed = sum(len(rows) * (rollouts.prompt_width + int(rollouts.lengths[rows].max())) for rows in parts)
+    tokens = int(rollouts.mask.sum())
+    return 1 - tokens / computed, 1 - tokens / rollouts.mask.numel()
+
+
+def show(times: dict[str, list[Times]]) -> None:
+    """Prints the median of every way beside that of the first one, which is ours."""
+    ours = statistics.median(taken.processor for taken in next(iter(times.values()))[WARM_UP:])
+    for name, of_way in times.items():
+        median = statistics.median(taken.processor for taken in of_way[WARM_UP:])
+        print(f"{name}: {median:.3f} s, {median / ours:.2f} of ours; the first {of_way[0].clock:.1f} s on the clock")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--batches", type=int, default=12)
-    arguments = parser.parse_args()
+    parser.add_argument("--batches", type=int, default=23, help=f"the first {WARM_UP} of them are not counted")
+    batches = parser.parse_args().batches
+    if batches <= WARM_UP:
+        parser.error(f"--batches {batches}: the first {WARM_UP} are not counted; use {WARM_UP + 1} or more")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -178,29 +209,27 @@ def main() -> None:
         return AutoModelForCausalLM.from_pretrained(folder).eval()
 
     model, ways = load(), ways_to_sample(load, options)
-    losses = {
-        "chunks": in_chunks,
-        "packed, all in one": partial(packed, in_each=PROMPTS * GROUP_SIZE),
-        "packed, four in each": partial(packed, in_each=4),
-    }
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for number in range(arguments.batches):
+    losses = {"chunks": in_chunks} | {f"packed, {rows} in each": partial(packed, in_each=rows) for rows in PACKED}
+    sampling: dict[str, list[Times]] = {name: [] for name in ways}
+    learning: dict[str, list[Times]] = {name: [] for name in losses}
+    padded = []
+    for number in range(batches):
         prompts = batch(number, tokenizer)
         for name, way in ways.items():
             torch.manual_seed(number)
-            seconds[name].append(timed(way, prompts)[0])
+            sampling[name].append(timed(way, prompts)[0])
         rollouts, sums = sampled(model, prompts, options), []
         for name, loss in losses.items():
-            took, total = timed(step_of, loss, model, rollouts)
-            seconds[name].append(took)
+            times, total = timed(step_of, loss, model, rollouts)
+            learning[name].append(times)
             sums.append(total)
         if max(sums) - min(sums) > 1e-5 * abs(sums[0]):
             sys.exit(f"the ways to make the loss disagree: {sums}")
-    for names in (list(ways), list(losses)):
-        ours = statistics.median(seconds[names[0]][WARM_UP:])
-        for name in names:
-            median = statistics.median(seconds[name][WARM_UP:])
-            print(f"{name}: {median:.3f} s, {median / ours:.2f} of {names[0]}; the first {seconds[name][0]:.2f} s")
+        padded.append(padding(rollouts))
+    show(sampling)
+    show(learning)
+    of_chunks, of_batch = (statistics.mean(shares) for shares in zip(*padded, strict=True))
+    print(f"padding: {of_chunks:.2f} of the positions of the chunks, {of_batch:.2f} of a plain batch")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Reads the hidden states of a policy, and checks that the base is had by disabling its adapter.
 
-Called by OTBTrainer, for token weights that compare the policy with its base and for baselines that read hidden states.
+Called by MeasuringTrainer, for token weights that compare the policy with its base and for baselines that read hidden
+states.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Computes exact squared score norms over all trainable parameters, by backward passes: the proxy's yardstick.
 
 `scores` returns weighted sums of the tokens' scores s_t = d log pi_t / d parameters; norms of sequences and of prefixes
-are norms of such sums. Called by the trainer for baselines that declare sequence_norms or prefix_norms; small models.
+are norms of such sums. Called by MeasuringTrainer for baselines that declare sequence_norms or prefix_norms; for small
+models.
 """
 
 from __future__ import annotations

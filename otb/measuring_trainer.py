@@ -1,9 +1,10 @@
 """MeasuringTrainer: a GRPOTrainer that measures of its rollouts what a baseline declares that it needs.
 
-OTBTrainer is one. Rewards are kept where TRL makes them. Score norms come from a pass over the rollouts, whose LM head
-returns log sum pi^2 too: TRL's where its loss needs one anyway, an extra one otherwise, which the loss takes instead of
-one of its own where it can (otb/lean_trainer.py). Hidden states, exact norms and what token weights are made of need an
-extra pass in any case. What is measured leaves here as the `RolloutGroups` of all processes.
+OTBTrainer is one. Rewards are kept where TRL computes them. Score norms are read off a forward pass over the rollouts,
+whose LM head then returns log sum pi^2 beside the log-probs. TRL makes such a pass where its loss needs one; elsewhere
+this class makes an extra one, and the loss takes it instead of one of its own where it can (otb/lean_trainer.py).
+Hidden states, and the signals of token weights, need the extra pass in any case; exact norms need backward passes of
+their own (otb/exact_norms.py). Everything measured ends in the `RolloutGroups` of all processes.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})
 
 
 class MeasuringTrainer(LeanTrainer):
-    """A GRPOTrainer that measures rollouts. `baseline`, `token_weights` and the needs are set before `__init__`."""
+    """A GRPOTrainer that measures rollouts. A subclass sets the four attributes below before it calls `__init__`."""
 
     baseline: Any
     token_weights: TokenWeights | None
-    _needs: frozenset[str]  # of the baseline
-    _needs_score_norms: bool  # also for what is logged
+    _needs: frozenset[str]  # what the baseline declares
+    _needs_score_norms: bool  # for the baseline, or for what is logged
 
     def __init__(self, *args, **kwargs):
-        # Whether the extra pass is made even where TRL makes one.
+        # Whether the extra pass is made even where TRL makes one; `_measurable_passes` says why.
         self._own_pass = "hidden_states" in self._needs or bool(self._watched_for_weights)
         # What the hooks of one step leave for those that follow; their order stands at the top of otb/trainer.py.
         self._scoring = False  # whether no-grad passes are to return log sum pi^2
@@ -324,9 +325,9 @@ class MeasuringTrainer(LeanTrainer):
         part = (model, input_ids, attention_mask, logits_to_keep)
         if not self._scoring or model is not self.model:
             return super()._get_per_token_logps_and_entropies(*part, *args, **kwargs)
-        with self._log_sum_sq_probs_head(kwargs.get("compute_entropy", False)) as chunks_of_pass:
+        with self._log_sum_sq_probs_head(kwargs.get("compute_entropy", False)) as of_chunks:
             result = super()._get_per_token_logps_and_entropies(*part, *args, **kwargs)
-        self._passes.append((result[0], torch.cat([chunk[:, -logits_to_keep:] for chunk in chunks_of_pass])))
+        self._passes.append((result[0], torch.cat([chunk[:, -logits_to_keep:] for chunk in of_chunks])))
         return result
 
     @contextmanager
@@ -336,7 +337,7 @@ class MeasuringTrainer(LeanTrainer):
         The list collects it per chunk of TRL's pass. A second head that stayed would cost more per step.
         """
         model = self._causal_model()
-        trl_forward, chunks = model.forward, []
+        trl_forward, collected = model.forward, []
         add_fused_lm_head(
             model,
             temperature=self.temperature,
@@ -347,12 +348,12 @@ class MeasuringTrainer(LeanTrainer):
 
         def forward(*args, **kwargs):
             result = fused_forward(*args, **kwargs)
-            chunks.append(result.log_sum_sq_probs)
+            collected.append(result.log_sum_sq_probs)
             return result
 
         model.forward = forward
         try:
-            yield chunks
+            yield collected
         finally:
             model.forward = trl_forward
 

@@ -1,4 +1,4 @@
-"""Random numbers that leave those of training alone."""
+"""Keeps random numbers apart from those of training: called around evaluations and measurements."""
 
 from __future__ import annotations
 

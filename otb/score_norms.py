@@ -1,6 +1,6 @@
 """Computes squared score norms from forward probabilities alone: the logit-gradient proxy of the paper.
 
-Called by the trainer on the log-probabilities and log sum pi^2 that TRL's fused LM head returns, and by the
+Called by MeasuringTrainer on the log-probabilities and log sum pi^2 that TRL's fused LM head returns, and by the
 conformance check.
 """
 

@@ -44,8 +44,6 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "_buffered_inputs", "the micro-batches of the last generation, put back in their order"),
         Seam(GRPO, "_step", "which of these micro-batches is next"),
         Seam(GRPO, "_generate_and_score_completions(inputs)", "extended: its output gets the baseline's advantages"),
-        Seam(GRPO, '"prompt_ids"', "in that output"),
-        Seam(GRPO, '"completion_ids"', "in that output"),
         Seam(GRPO, '"completion_mask"', "in that output"),
         Seam(GRPO, '"tool_mask"', "in that output where there are tools: False for tool tokens"),
         Seam(GRPO, '"advantages"', "in that output: (B,), and (B, C) is accepted by the loss"),
@@ -90,7 +88,9 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         ),
     ),
     "otb/measuring_trainer.py": (
-        Seam(GRPO, '"prompt_mask"', "in what TRL hands from scoring to the loss"),
+        Seam(GRPO, '"prompt_ids"', "in what TRL hands from scoring to the loss"),
+        Seam(GRPO, '"prompt_mask"', "in that"),
+        Seam(GRPO, '"completion_ids"', "in that"),
         Seam(GRPO, '"completion_mask"', "in that: how long responses are, tool tokens included"),
         Seam(GRPO, '"old_per_token_logps"', "in that where TRL made a pass: the tensor that it returned"),
         Seam(GRPO, '"importance_sampling_ratio"', "in that where TRL corrects for the sampler"),
@@ -133,6 +133,11 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam("transformers:DynamicCache", "batch_repeat_interleave(repeats)", "makes a group's rows of its prompt"),
     ),
     "otb/lean_trainer.py": (
+        Seam(
+            GRPO,
+            "_generate_and_score_completions(inputs)",
+            "extended: a kept pass is dropped where its loss never came",
+        ),
         Seam(
             GRPO, "_compute_loss(model, inputs)", "extended: inside it, the pass below leaves out what has no gradient"
         ),
@@ -299,6 +304,9 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "_drop_tables_default",
             "extended: tables that matplotlib leaves out of the fonts of a PDF",
         ),
+    ),
+    "benchmarks/alternatives.py": (
+        Seam("transformers:CompileConfig", "_compile_all_devices", "set: generate compiles on a CPU, too"),
     ),
     "benchmarks/lm_head.py": (
         Seam(

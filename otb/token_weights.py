@@ -2,8 +2,9 @@
 
 A signal per token says which tokens are to carry the gradient: f_t = T w_t and w_t = (signal_t + eps)^p / sum_k
 (signal_k + eps)^p. With `arca` (arXiv 2606.00257) the signal is how far LoRA has moved the hidden state that predicts
-the token. OTBTrainer measures the signal, multiplies the advantages by f_t after the baseline is subtracted, and the
-score norms by f_t^2: the gradient is made of f_t A_t s_t. Importing this file imports no torch.
+the token. MeasuringTrainer measures the signal and multiplies the score norms by f_t^2, OTBTrainer multiplies the
+advantages by f_t after the baseline is subtracted: the gradient is made of f_t A_t s_t. Importing this file imports no
+torch.
 """
 
 from __future__ import annotations

@@ -134,9 +134,10 @@ def test_table_of_noise_quotes_the_numbers_that_are_drawn():
         assert quoted == drawn, name
 
 
-def test_accuracies_are_those_of_the_study():
+@pytest.mark.parametrize("task", ["arithmetic", "arithmetic_tools"])
+def test_accuracies_are_those_of_the_study(task):
     study = (ROOT / "docs" / "study" / "README.md").read_text(encoding="utf8")
-    section = study.split("\n## C3 on `arithmetic`\n")[1].split("\n## ")[0]
+    section = study.split(f"\n## C3 on `{task}`\n")[1].split("\n## ")[0]
     words = " ".join(README.split())
     for arm in ("energy probe", "no baseline", "OTB"):
         (effect,) = re.findall(rf"^\| {arm}, N=4 minus RLOO, N=4 \| ([^|]+) \|", section, re.MULTILINE)

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("otb", "experiments", "analysis", "slurm", "hydra_plugins", "benchmarks")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 DOCUMENTED = {"_asdict", "_fields", "_replace", "_exit"}  # of named tuples and of os: their underscore means nothing
-TRAINERS = {"otb.trainer", "otb.tool_rollouts", "experiments.evaluating_trainer", "experiments.run_trainer"}
+TRAINERS = {"otb.trainer", "otb.measuring_trainer", "otb.lean_trainer", "otb.improving_trainer", "otb.tool_rollouts"}
+TRAINERS |= {"experiments.evaluating_trainer", "experiments.run_trainer"}
 
 
 def is_private(name: str) -> bool:

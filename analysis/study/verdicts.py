@@ -170,7 +170,7 @@ def better_text(ours: dict[int, float], theirs: dict[int, float]) -> str:
 
 
 def tokens_saved(runs: Runs) -> list[Comparison]:
-    """Compares tokens to a target for C4: OTB at N = 4 with the rival at N = 32 and at N = 4."""
+    """Compares tokens to a target for C4: OTB at N = 4 with the rival at both N, then other arms with both at N = 4."""
     ours, large, small = (OURS, SMALL), (RIVAL, LARGE), (RIVAL, SMALL)
     comparisons = []
     of_size = saved(runs, small, large, TARGETS[0] * runs.best_final)  # how much of the saving N alone makes
@@ -190,9 +190,9 @@ def tokens_saved(runs: Runs) -> list[Comparison]:
                 why = "; ".join(filter(None, [lacks, censored]))
             comparisons.append(Comparison("C4", runs.task, what, effect, verdict, why))
     target = TARGETS[0] * runs.best_final
-    beside = [(small, large), *((arm, small) for arm in sorted(runs.finals) if arm[1] == SMALL)]
-    for arm, rival in beside:
-        if arm not in (ours, rival) and {arm, rival} <= runs.finals.keys():
+    others = [arm for arm in sorted(runs.finals) if arm[1] == SMALL and arm not in (ours, small)]
+    for arm, rival in [(small, large), *((arm, rival) for rival in (small, ours) for arm in others)]:
+        if {arm, rival} <= runs.finals.keys():
             what = f"{named(arm)} against {named(rival)}, to {TARGETS[0]:.0%} of the best"
             censored = censored_text((runs, arm), (runs, rival), target)
             comparisons.append(Comparison("C4", runs.task, what, saved(runs, arm, rival, target), "", censored))

@@ -22,6 +22,7 @@ KEPT_BY_LAYER = {
     "lora float32": (16, 0, 4),
     "lora bfloat16": (18, 2, 4),
 }
+CHUNKS = 4  # of otb/lean_trainer.py, which imports torch; a test keeps the two equal
 DEEPSPEED_LIVE = 1_000_000_000  # stage3_max_live_parameters and sub_group_size, DeepSpeed's defaults
 DEEPSPEED_BUCKET = 500_000_000  # reduce_bucket_size, in numbers; two of them with overlap_comm
 
@@ -177,11 +178,11 @@ def logits_avoided(step: Step) -> float:
 
 
 def pass_rollouts(step: Step) -> int:
-    """Returns the rollouts of one forward of the extra pass: at most a quarter of a step's.
+    """Returns the rollouts of one forward of the extra pass: one of `CHUNKS` parts of a step's, or a micro-batch.
 
-    That is CHUNKS of otb/lean_trainer.py. With vLLM the pass is TRL's, of whole micro-batches.
+    With vLLM the pass is TRL's, of whole micro-batches.
     """
-    return min(step.forward, -(-step.rollouts // 4)) if step.sampler == "hf" else step.forward
+    return min(step.forward, -(-step.rollouts // CHUNKS)) if step.sampler == "hf" else step.forward
 
 
 # ---- sampling
