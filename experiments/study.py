@@ -2,7 +2,7 @@
 
 python experiments/study.py                         # every recipe, on all cores
 python experiments/study.py claim_rates --seeds 2   # one recipe, the first two of its seeds
-python experiments/study.py --quick --rows build/docs/study/rows   # every claim with few seeds: half an hour
+python experiments/study.py --quick --rows build/docs/study/rows   # every claim with few seeds: 35 minutes
 Each run that ends adds its row to docs/study/rows/RECIPE.csv at once; a killed run goes on where it was. On a cluster:
 `python experiments/run.py -m experiment=claim_... hydra/launcher=slurm runs_dir=RUNS`, then `--collect RUNS` here.
 """
@@ -38,7 +38,7 @@ RUNS = "runs/study"
 RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
 MEASURED = ("claim_c1", "claim_c1_tools", "claim_c1_long")  # whose rows are measurements of policies, not runs
 MEASURED_REAL = "claim_c1_real"
-QUICK = {"claim_c3_c4": 3, "claim_c3_c4_32": 2, "claim_c1": 1, "claim_c2": 2}  # seeds: half an hour on two cores
+QUICK = {"claim_c3_c4": 3, "claim_c3_c4_32": 2, "claim_c1": 1, "claim_c2": 2}  # seeds: 35 minutes on two cores
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
     *("claim_c1", "claim_fixed_rollouts", "claim_c2", "claim_c2_between", "claim_c2_cosine", "claim_c2_updates"),
