@@ -12,7 +12,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -106,12 +106,17 @@ def ways_to_sample(load: Callable, options: dict) -> dict[str, Callable[[Prompts
 # ---- the loss
 
 
+def by_length(rollouts: Rollouts) -> Iterator[tuple[Tensor, int]]:
+    """Yields the rows of each chunk that a lean step would cut, and the width of its longest response."""
+    all_rows = torch.ones_like(rollouts.lengths, dtype=torch.bool)
+    for rows, _ in chunks(rollouts.lengths, all_rows, all_rows, -(-len(all_rows) // CHUNKS)):
+        yield rows, int(rollouts.lengths[rows].max())
+
+
 def in_chunks(model: Any, rollouts: Rollouts) -> Tensor:
     """Returns the sum of the log-probs of all responses as a lean step makes it: chunks by length, each padded."""
-    all_rows = torch.ones_like(rollouts.lengths, dtype=torch.bool)
     total = torch.zeros(())
-    for rows, _ in chunks(rollouts.lengths, all_rows, all_rows, -(-len(all_rows) // CHUNKS)):
-        width = int(rollouts.lengths[rows].max())
+    for rows, width in by_length(rollouts):
         wide = slice(rollouts.prompt_width + width)
         ids, mask = rollouts.ids[rows, wide], rollouts.mask[rows, wide]
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=width + 1).logits[:, :-1]
@@ -174,9 +179,7 @@ def step_of(loss: Callable, model: Any, rollouts: Rollouts) -> float:
 
 def padding(rollouts: Rollouts) -> tuple[float, float]:
     """Returns the share of positions that are padding: of the chunks, and of one batch as wide as its longest row."""
-    all_rows = torch.ones_like(rollouts.lengths, dtype=torch.bool)
-    parts = [rows for rows, _ in chunks(rollouts.lengths, all_rows, all_rows, -(-len(all_rows) // CHUNKS))]
-    computed = sum(len(rows) * (rollouts.prompt_width + int(rollouts.lengths[rows].max())) for rows in parts)
+    computed = sum(len(rows) * (rollouts.prompt_width + width) for rows, width in by_length(rollouts))
     tokens = int(rollouts.mask.sum())
     return 1 - tokens / computed, 1 - tokens / rollouts.mask.numel()
 
