@@ -20,7 +20,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# What no row of docs/study/rows covers. QUICK=1 gives every claim with few seeds and rows of its own, in 35 minutes.
+# What no row of docs/study/rows covers. QUICK=1 gives every claim with few seeds and rows of its own, in half an hour.
 study: .venv/installed
 	$(BIN)/python experiments/study.py $(if $(QUICK),--quick --rows build/docs/study/rows) $(ARGS)
 	$(if $(QUICK),$(BIN)/python -m analysis.study report --folder build/docs/study)

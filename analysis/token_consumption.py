@@ -1,9 +1,11 @@
 """Measures own tokens until a target accuracy, as a censored quantity, and the saving of one arm against another.
 
-A run that never reaches the target is censored at the tokens it consumed, never dropped. Per arm: the Kaplan-Meier
-curve of runs still short of the target, and its area up to the horizon, the restricted mean tokens-to-target. The
-horizon is the largest consumption at which both arms are still observed, so an arm with the larger budget gains nothing
-by it. Where the rival is censored, the saving is a lower bound.
+A run that never reaches the target is censored at the tokens it consumed, never dropped. One that diverged or collapsed
+(analysis/stability.py) before it got there never will: it counts as short of the target however far one looks, or the few
+tokens of a run that broke early would speak for its arm. Per arm: the Kaplan-Meier curve of runs still short of the
+target, and its area up to the horizon, the restricted mean tokens-to-target. The horizon is the largest consumption at
+which both arms are still observed, so an arm with the larger budget gains nothing by it. Where the rival is censored, the
+saving is a lower bound.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from scipy import stats
 from analysis.by_run import by_run
 from analysis.checks import one_setting, require
 from analysis.intervals import Interval, iqm, two_arms
+from analysis.stability import collapse_step
 from otb.errors import RunError
 
 
 class Consumption(NamedTuple):
-    """The tokens of one arm, an entry per run: until the target, or until the end where `reached` is False."""
+    """The tokens of one arm, an entry per run: until the target, or until the end where `reached` is False.
+
+    They are infinite for a run that broke before it got there.
+    """
 
     seeds: NDArray
     tokens: NDArray
@@ -32,11 +38,13 @@ class Consumption(NamedTuple):
 def tokens_to_target(name: str, run: dict[str, NDArray], target: float) -> tuple[float, bool]:
     """Returns (own tokens, reached) of one run, linear between the evaluations around the target.
 
-    A run that did not get there counts the tokens up to its last row. Raises RunError where it was never evaluated.
+    A run that did not get there counts the tokens up to its last row, and infinitely many if it broke. Raises RunError
+    where it was never evaluated.
 
     Args:
         name: of the run, for the error.
-        run: evaluation_accuracy, evaluation_own_tokens_total and own_tokens_total, if there are any, of `by_run`.
+        run: evaluation_accuracy, evaluation_own_tokens_total, and what there is of own_tokens_total, accuracy and outcome,
+            of `by_run`.
         target: accuracy.
     """
     accuracy, tokens = run["evaluation_accuracy"], run["evaluation_own_tokens_total"]
@@ -45,6 +53,8 @@ def tokens_to_target(name: str, run: dict[str, NDArray], target: float) -> tuple
         raise RunError(f"{name} has no evaluation with accuracy and tokens. Set evaluation.every and resume.")
     accuracy, tokens = accuracy[evaluated], tokens[evaluated]
     hits = np.flatnonzero(accuracy >= target)
+    if len(hits) == 0 and broke(run):
+        return np.inf, False
     if len(hits) == 0:
         return float(np.nanmax([tokens[-1], *run.get("own_tokens_total", ())])), False
     i = hits[0]
@@ -54,9 +64,16 @@ def tokens_to_target(name: str, run: dict[str, NDArray], target: float) -> tuple
     return float(tokens[i - 1] + part * (tokens[i] - tokens[i - 1])), True
 
 
+def broke(run: dict[str, NDArray]) -> bool:
+    """Tells whether a run diverged or collapsed. run: as in `tokens_to_target`; without training accuracy, by evaluations."""
+    accuracy = next(run[name] for name in ("accuracy", "evaluation_accuracy") if name in run and not np.isnan(run[name]).all())
+    diverged = bool(len(run.get("outcome", ())) and run["outcome"][0] == "diverged")
+    return collapse_step(accuracy[~np.isnan(accuracy)], diverged) is not None
+
+
 def consumption(arm: pd.DataFrame, target: float) -> Consumption:
     """Returns the consumption of one arm. arm: the rows of all its runs."""
-    wanted = ("seed", "evaluation_accuracy", "evaluation_own_tokens_total", "own_tokens_total")
+    wanted = ("seed", *("evaluation_accuracy", "evaluation_own_tokens_total", "own_tokens_total", "accuracy", "outcome"))
     columns = [column for column in wanted if column in arm]
     runs = [(run["seed"][0], *tokens_to_target(name, run, target)) for name, run in by_run(arm, *columns)]
     seeds, tokens, reached = (np.array(column) for column in zip(*runs, strict=True))
@@ -89,7 +106,7 @@ def restricted_mean(tokens: NDArray, reached: NDArray, horizon: float) -> NDArra
 
 def censored(arm: Consumption) -> stats.CensoredData:
     """Returns the tokens of an arm as scipy takes them."""
-    return stats.CensoredData.right_censored(arm.tokens, ~arm.reached)
+    return stats.CensoredData.right_censored(np.nan_to_num(arm.tokens), ~arm.reached)  # which takes no infinity
 
 
 def median_tokens(arm: Consumption) -> float:
@@ -100,10 +117,22 @@ def median_tokens(arm: Consumption) -> float:
 
 
 def horizon(*arms: Consumption) -> float:
-    """Returns the largest consumption at which every arm is observed; one whose runs all arrived always is."""
-    ends = [arm.tokens.max() if not arm.reached[arm.tokens == arm.tokens.max()].all() else np.inf for arm in arms]
-    shared = min(ends)
-    return float(shared if np.isfinite(shared) else max(arm.tokens.max() for arm in arms))
+    """Returns the largest consumption at which every arm is observed; NaN where all runs broke.
+
+    An arm whose runs all arrived or broke is observed at any.
+    """
+    shared = min(observed(arm) for arm in arms)
+    known = np.concatenate([arm.tokens[np.isfinite(arm.tokens)] for arm in arms])
+    return float(shared if np.isfinite(shared) else known.max()) if len(known) else np.nan
+
+
+def observed(arm: Consumption) -> float:
+    """Returns up to how many tokens an arm is observed: until its last run, infinitely if that one arrived."""
+    ends = np.isfinite(arm.tokens)
+    if not ends.any():
+        return np.inf
+    last = arm.tokens[ends].max()
+    return np.inf if arm.reached[arm.tokens == last].all() else float(last)
 
 
 def saving(ours: Consumption, theirs: Consumption, **options) -> Interval:

@@ -2,7 +2,7 @@
 
 python experiments/study.py                         # every recipe, on all cores
 python experiments/study.py claim_rates --seeds 2   # one recipe, the first two of its seeds
-python experiments/study.py --quick --rows build/docs/study/rows   # every claim with few seeds: 35 minutes
+python experiments/study.py --quick --rows build/docs/study/rows   # every claim with few seeds: half an hour
 Each run that ends adds its row to docs/study/rows/RECIPE.csv at once; a killed run goes on where it was. On a cluster:
 `python experiments/run.py -m experiment=claim_... hydra/launcher=slurm runs_dir=RUNS`, then `--collect RUNS` here.
 """
@@ -38,13 +38,14 @@ RUNS = "runs/study"
 RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
 MEASURED = ("claim_c1", "claim_c1_tools", "claim_c1_long")  # whose rows are measurements of policies, not runs
 MEASURED_REAL = "claim_c1_real"
-QUICK = {"claim_c3_c4": 3, "claim_c3_c4_32": 2, "claim_c1": 1, "claim_c2": 2}  # seeds: 35 minutes on two cores
+QUICK = {"claim_c3_c4": 2, "claim_c3_c4_32": 2, "claim_c1": 1, "claim_c2": 1}  # seeds: half an hour on two cores
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
     *("claim_c1", "claim_fixed_rollouts", "claim_c2", "claim_c2_between", "claim_c2_cosine", "claim_c2_updates"),
     *("claim_rates_tools", "claim_rates_tools_low", "claim_c3_c4_tools"),
     *("claim_rates_tools_32", "claim_c3_c4_tools_32", "claim_c1_tools"),
-    *("claim_rates_long", "claim_rates_long_32", "claim_c3_c4_long", "claim_c3_c4_long_32", "claim_c1_long"),
+    *("claim_rates_long", "claim_rates_long_low", "claim_c3_c4_long"),
+    *("claim_rates_long_32", "claim_c3_c4_long_32", "claim_c1_long"),
     *("neighbours_improvement", "neighbours_auxiliary", "neighbours_token_weights", "neighbours_schedule"),
     *("neighbours_plateau", "neighbours_schedule_cosine", "neighbours_schedule_tools"),
     MEASURED_REAL,
@@ -148,7 +149,7 @@ def command_line(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python experiments/study.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)}; none: all")
     parser.add_argument("--seeds", type=int, help="of each arm the first so many alone: wide intervals, soon")
-    parser.add_argument("--quick", action="store_true", help="what speaks the verdicts, with one to three seeds")
+    parser.add_argument("--quick", action="store_true", help="what speaks the verdicts, with one or two seeds")
     parser.add_argument("--parallel", type=int, help="runs at a time; by default one per core")
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="add the rows of these runs; run nothing")
     parser.add_argument("--rows", type=Path, default=ROWS, help="folder of the csv files")

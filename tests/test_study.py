@@ -143,26 +143,35 @@ def test_committed_rows_are_of_the_recipes_that_name_them():
 
 
 def search(scores: dict[float, float]) -> pd.DataFrame:
-    return pd.DataFrame([made_up(rate=rate, final=final, seed=100) for rate, final in scores.items()])
+    return pd.DataFrame([made_up(rate=rate, final=final, seed=seed) for rate, final in scores.items() for seed in (100, 101)])
 
 
 def test_the_rate_with_the_highest_mean_accuracy_is_chosen_and_of_equal_ones_the_smaller():
     best = rates.chosen(rates.scores(search({3e-4: 0.7, 1e-3: 0.8, 3e-3: 0.5})))
     assert best[["learning_rate", "edge"]].values.tolist() == [[1e-3, False]]
-    best = rates.chosen(rates.scores(search({3e-4: 0.8, 1e-3: 0.8005, 3e-3: 0.5})))
-    assert best[["learning_rate", "edge"]].values.tolist() == [[3e-4, True]]
+    best = rates.chosen(rates.scores(search({1e-4: 0.6, 3e-4: 0.8, 1e-3: 0.8005, 3e-3: 0.5})))
+    assert best[["learning_rate", "edge"]].values.tolist() == [[3e-4, False]]
+
+
+def test_an_arm_gets_no_rate_before_both_seeds_have_run_and_the_next_one_where_the_best_is_an_end_of_the_list():
+    tried = {3e-4: 0.8, 1e-3: 0.7, 3e-3: 0.5}
+    assert rates.chosen(rates.scores(search(tried))).empty
+    best = rates.chosen(rates.scores(search(tried | {1e-4: 0.85})))
+    assert best[["learning_rate", "edge"]].values.tolist() == [[1e-4, True]]  # the next one was tried, once
+    middle = search({3e-4: 0.7, 1e-3: 0.8, 3e-3: 0.5})
+    assert len(rates.chosen(rates.scores(middle))) == 1
+    assert rates.chosen(rates.scores(middle[(middle.seed == 100) | (middle.learning_rate < 3e-3)])).empty
 
 
 def test_a_diverged_run_keeps_its_last_accuracy_to_the_end():
     made = search({1e-3: 0.8, 3e-3: 0.8})
-    made.loc[1, ["evaluation_accuracy", "outcome"]] = ["0.4", "diverged"]
+    made.loc[made.learning_rate == 3e-3, ["evaluation_accuracy", "outcome"]] = ["0.4", "diverged"]
     assert list(rates.scores(made).score) == pytest.approx([0.7, 0.4])
 
 
 def test_rates_are_found_again_and_one_that_is_missing_names_its_search(tmp_path):
-    tried = [made_up(rate=3e-4), made_up(rate=1e-3, final=0.9), made_up(rate=3e-3, final=0.5)]
-    begun = [made_up("rloo", rate=rate) for rate in (3e-4, 1e-3)]  # of a search that is not done
-    rows.add([*tried, *begun], tmp_path / "rows.csv")
+    begun = [made_up("rloo", rate=rate, seed=seed) for rate in (3e-4, 1e-3) for seed in (100, 101)]  # a search that is not done
+    rows.add([*search({3e-4: 0.8, 1e-3: 0.9, 3e-3: 0.5}).to_dict("records"), *begun], tmp_path / "rows.csv")
     rates.write_rates([tmp_path / "rows.csv"], tmp_path / "rates.yaml")
     assert rates.tuned_rate("arithmetic", "otb", 4, tmp_path / "rates.yaml") == 1e-3
     with pytest.raises(RunError, match="no learning rate for task=arithmetic baseline=rloo group_size=4"):
@@ -293,6 +302,12 @@ def test_nothing_is_decided_with_fewer_than_ten_seeds():
         assert spoken(comparisons) == UNDECIDED and "fewer than 10 seeds" in comparisons[0].why
 
 
+def test_an_arm_with_two_runs_of_a_seed_is_refused():
+    made = [made_up(rate=rate, seed=seed) for rate in (3e-4, 1e-4) for seed in SEEDS]
+    with pytest.raises(RunError, match="OTB, N=4 has two rows of seed 0 on arithmetic"):
+        verdicts.Runs(pd.DataFrame(made))
+
+
 @pytest.mark.parametrize(
     ("large", "small", "verdict"),
     [
@@ -313,6 +328,27 @@ def test_c4_reads_the_saving_off_the_tokens():
     first, second, *_ = verdicts.tokens_saved(verdicts.Runs(pd.DataFrame(made)))
     assert first.effect.estimate == pytest.approx(7 / 8) and second.effect.estimate == pytest.approx(0)
     assert first.verdict == NOT_SUPPORTED and "RLOO, N=4 alone saves 0.875" in first.why
+
+
+def test_c4_waits_for_every_arm_that_may_set_the_target_and_for_one_that_is_well_above_the_start():
+    arms_of_c4 = {"otb_4": 0.8, "rloo_4": 0.8, "rloo_32": 0.8}
+    waiting = [made_up("energy_probe", 4, 0, 0.9), *arms(**arms_of_c4).rows.to_dict("records")]
+    first, *_ = verdicts.tokens_saved(verdicts.Runs(pd.DataFrame(waiting)))
+    assert first.verdict == UNDECIDED and "energy probe, N=4: 1" in first.why
+    first, *_ = verdicts.tokens_saved(arms(**dict.fromkeys(arms_of_c4, 0.48)))  # from .4: its target, .432, is near
+    assert first.verdict == UNDECIDED and first.why.startswith("the start, 0.400, is too near to the target")
+
+
+def test_a_run_that_breaks_early_speaks_against_its_arm_whatever_its_few_tokens():
+    """Censored at its own tokens it would leave the comparison to the runs that did well."""
+    made = [made_up("otb", 4, seed, 0.8) for seed in SEEDS] + [made_up("rloo", 4, seed, 0.8, tokens=2000.0) for seed in SEEDS]
+    whole = verdicts.saved(verdicts.Runs(pd.DataFrame(made)), ("otb", 4), ("rloo", 4), 0.7)
+    assert whole.estimate == pytest.approx(1 / 2)
+    for row in made[:4]:  # runs of OTB
+        row |= {"evaluation_accuracy": "0.4 0.1 0", "evaluation_own_tokens_total": "0 10 20"}
+        row |= {"accuracy": " ".join(["0.5"] * 5 + ["0"] * 15), "own_tokens_total": " ".join(map(str, range(20)))}
+    broken = verdicts.saved(verdicts.Runs(pd.DataFrame(made)), ("otb", 4), ("rloo", 4), 0.7)
+    assert broken.estimate == pytest.approx(1 - (6 * 1 + 4 * 2) / (10 * 2))  # up to where RLOO arrives, with twice the tokens
 
 
 def test_c4_says_where_a_comparison_is_cut_off():

@@ -17,6 +17,7 @@ from otb.records import write_atomically
 
 RATES = Path(__file__).with_name("rates.yaml")
 SEARCH = "claim_rates"  # what the names of recipes that search, and of their rows, begin with
+SEEDS = 2  # of a search, on each of its rates
 FEWEST = 3  # rates; of an arm with fewer the search is not done
 TIE = 0.001  # of accuracy: the smaller rate is taken
 HEADER = """\
@@ -41,15 +42,16 @@ def scores(rows: pd.DataFrame) -> pd.DataFrame:
 def chosen(searched: pd.DataFrame) -> pd.DataFrame:
     """Returns the row of `scores` of the rate that each arm gets, with `edge`: whether it is an end of its list.
 
-    An arm of whose rates fewer than `FEWEST` were tried gets none yet.
+    An arm gets none before both seeds of `FEWEST` rates have run, nor where the best of just these is an end of the list:
+    the rules ask for the next one first.
     """
     best = []
-    for _, arm in searched.groupby(["task", "baseline", "group_size"]):
-        if len(arm) < FEWEST:
-            continue
+    for _, arm in searched[searched.seeds >= SEEDS].groupby(["task", "baseline", "group_size"]):
         arm = arm.sort_values("learning_rate", ignore_index=True)
         row = arm[arm.score >= arm.score.max() - TIE].iloc[0]
-        best.append(row.to_dict() | {"edge": row.learning_rate in (arm.learning_rate.min(), arm.learning_rate.max())})
+        edge = row.learning_rate in (arm.learning_rate.min(), arm.learning_rate.max())
+        if len(arm) > FEWEST or (len(arm) == FEWEST and not edge):
+            best.append(row.to_dict() | {"edge": edge})
     return pd.DataFrame(best, columns=[*searched.columns, "edge"])
 
 
@@ -73,5 +75,6 @@ def tuned_rate(task: str, baseline: str, group_size: int, source: Path = RATES) 
     except KeyError:
         raise RunError(
             f"The study has no learning rate for task={task} baseline={baseline} group_size={group_size}. Run its "
-            "search, a recipe claim_rates* of python experiments/study.py."
+            "search, a recipe claim_rates* of python experiments/study.py; if that is done, its best rate is an end of "
+            "the list, and the next one has to be tried."
         ) from None

@@ -31,9 +31,12 @@ finished run has a row (a commit with + had uncommitted changes); `make study` r
 another model. What stands below the tables is written by hand ([comments](comments.md)). Why there is a long task:
 [arithmetic_long](arithmetic_long.md).
 
-Estimates are interquartile means over seeds with 95 % intervals, paired by seed ([analysis.md](../analysis.md)). All
-runs of C2 to C4 start from one policy, so that intervals say nothing of others; C1 has three. Comparisons that speak no
-verdict are not corrected for their number.
+Intervals are 95 % ([analysis.md](../analysis.md)). Of what the estimates are: C1, ratios of sums over the prompts of three
+policies, with intervals over prompts that say nothing of a fourth policy; C2, differences of shares of runs (Newcombe); C3,
+differences of interquartile means of final accuracies, paired by seed, and the probability of improvement, unpaired; C4, one
+minus the ratio of the mean tokens to the target, paired by seed. All runs of C2 to C4 start from one policy and are
+evaluated on the same held-out prompts (128; tools: 64), on which rates were chosen too, so that intervals say nothing of
+other policies or prompts. Comparisons that speak no verdict are not corrected for their number.
 """
 COMMANDS = {  # {0}: what the names of a task's recipes end with
     "C1": "python experiments/study.py claim_c1{0}",
@@ -182,7 +185,10 @@ def comments_in(file: Path) -> dict[str, str]:
 
 def comparison_section(comparisons: list[Comparison]) -> list[str]:
     """Returns a table with a row per comparison."""
-    rows = [{"compared": c.what, "effect": effect_text(c), "verdict": c.verdict, "": c.why} for c in comparisons]
+    rows = [
+        {"compared": c.what, "effect": effect_text(c), "seeds": c.effect.seeds, "verdict": c.verdict, "": c.why}
+        for c in comparisons
+    ]
     return [markdown_table(pd.DataFrame(rows))]
 
 
@@ -233,9 +239,13 @@ def search_section(rows: dict[str, pd.DataFrame]) -> list[str]:
     tried = scores(searched)
     best = chosen(tried)[["task", "baseline", "group_size", "learning_rate", "edge"]]
     wide = tried.pivot(index=["task", "baseline", "group_size"], columns="learning_rate", values="score").reset_index()
-    wide = wide.merge(best.rename(columns={"learning_rate": "chosen", "edge": "end of the list"}))
+    wide = wide.merge(best.rename(columns={"learning_rate": "chosen", "edge": "end of the list"}), how="left")
+    wide["chosen"] = wide.chosen.astype(object).where(wide.chosen.notna(), "none yet")
     wide.columns = [str(column) for column in wide.columns]
-    about = "Mean held-out accuracy over all evaluations after the start, by learning rate; seeds 100 and 101."
+    about = (
+        "Mean held-out accuracy over all evaluations after the start, by learning rate; seeds 100 and 101. An arm has no rate "
+        "yet where a seed is missing, or where the best of three is an end of the list and the next has not been tried."
+    )
     return ["## Learning rates", "", about, "", markdown_table(wide), ""]
 
 
@@ -248,4 +258,5 @@ def not_run(rows: dict[str, pd.DataFrame], comments: dict[str, str]) -> list[str
         have = len(rows.get(file.stem, ()))
         if have < runs:
             missing.append(f"- `{file.stem}`: {have} of {runs} runs")
-    return ["## Not run yet", "", *missing, "", comments.get("Not run yet", ""), ""] if missing else []
+    parts = ["\n".join(missing), comments.get("Not run yet", "")]
+    return ["## Not run yet", "", *(f"{part}\n" for part in parts if part)] if any(parts) else []

@@ -19,6 +19,7 @@ from analysis.report.claims import NOT_SUPPORTED, NOTHING, SUPPORTED, UNDECIDED,
 from analysis.stability import stability_table
 from analysis.study.rows import FIXED, steps_table
 from analysis.token_consumption import consumption, horizon, saving
+from otb.errors import RunError
 
 OURS, RIVAL, SMALL, LARGE = "otb", "rloo", 4, 32
 SEEDS = 10  # of each arm, below which there is no verdict
@@ -27,6 +28,7 @@ LESS_NOISE = 0.9  # C1: noise relative to the rival's, below which it is less by
 MATCHES = 0.02  # C3: not worse by so much accuracy
 CLAIMED_SAVING, SMALLEST_SAVING = 0.62, 0.10  # C4
 TARGETS = (0.9, 0.8, 0.95)  # C4: shares of the best final accuracy, the first decides
+LEARNED = 0.5  # C4: of the best arm's gain over the start, at which the deciding target must lie
 OVERHEAD = "score norms, baseline and advantages / loss of a plain step"  # C5: names of figures of benchmarks/bench.py
 LEAN_STEP = "step: otb / rloo, N=4"
 MOST_OF_LOSS = 0.5  # C5: of the loss's time, what the claim allows
@@ -49,10 +51,19 @@ class Comparison(NamedTuple):
 
 
 class Runs:
-    """The runs of one task: final accuracies, tokens to a target and collapses of each arm. rows: of analysis.study."""
+    """The runs of one task: final accuracies, tokens to a target and collapses of each arm. rows: of analysis.study.
+
+    Raises RunError where an arm has two runs of one seed, such as rows of a learning rate that was chosen before.
+    """
 
     def __init__(self, rows: pd.DataFrame):
-        self.task = str(rows.task.iloc[0])
+        self.rows, self.task = rows, str(rows.task.iloc[0])
+        if len(twice := rows[rows.duplicated(["baseline", "group_size", "seed"])]):
+            run = twice.iloc[0]
+            raise RunError(
+                f"{label(run.baseline, run.group_size)} has two rows of seed {run.seed} on {self.task}, so one of them is of "
+                "other settings. Delete those that analysis/study/rates.yaml does not name."
+            )
         self.table = steps_table(rows)
         final = final_accuracy(self.table)
         self.finals = {(baseline, int(size)): by_seed(rows, "final") for baseline, size, _, rows in by_arm(final)}
@@ -62,9 +73,24 @@ class Runs:
         return self.table[(self.table.baseline == arm[0]) & (self.table.group_size == arm[1])]
 
     @property
+    def best(self) -> Arm:
+        """Returns the arm with the highest mean final accuracy."""
+        return max(self.finals, key=self.mean_final)
+
+    def mean_final(self, arm: Arm) -> float:
+        """Returns the mean over seeds of an arm's final accuracy."""
+        return float(np.mean(list(self.finals[arm].values())))
+
+    @property
     def best_final(self) -> float:
-        """Returns the mean final accuracy of the arm in which it is highest."""
-        return max(float(np.mean(list(values.values()))) for values in self.finals.values())
+        """Returns the mean final accuracy of the best arm."""
+        return self.mean_final(self.best)
+
+    @property
+    def start(self) -> float:
+        """Returns the mean accuracy of the first evaluation."""
+        evaluated = self.table[self.table.evaluation_accuracy.notna()].sort_values("step")
+        return float(evaluated.groupby("run").evaluation_accuracy.first().mean())
 
     def lacking(self, *arms: Arm) -> str:
         """Returns what keeps a comparison of these arms from a verdict, "" where nothing does."""
@@ -93,6 +119,7 @@ def gradient_noise(results: pd.DataFrame) -> list[Comparison]:
     if (policies := int(results.policies.min())) < POLICIES:
         lacking.append(f"{policies} of {POLICIES} policies")
     verdict = UNDECIDED if lacking else noise_verdict(effects)
+    lacking += [] if lacking else ["by the rules' first form, which asked for ten seeds: undecided"]
     what = f"{label(OURS)} relative to {label(RIVAL)} where it is noisiest: {worst.stage}, N={worst.group_size}"
     comparisons = [Comparison("C1", task, what, effects[place], verdict, "; ".join(lacking))]
     others: Any = results[results.estimator != RIVAL].sort_values(["group_size", "estimator"])
@@ -172,6 +199,7 @@ def better_text(ours: dict[int, float], theirs: dict[int, float]) -> str:
 def tokens_saved(runs: Runs) -> list[Comparison]:
     """Compares tokens to a target for C4: OTB at N = 4 with the rival at both N, then other arms with both at N = 4."""
     ours, large, small = (OURS, SMALL), (RIVAL, LARGE), (RIVAL, SMALL)
+    others = sorted(set(runs.finals) - {ours, large, small})  # each of them may be the best, and so set the target
     comparisons = []
     of_size = saved(runs, small, large, TARGETS[0] * runs.best_final)  # how much of the saving N alone makes
     for share in TARGETS:
@@ -179,10 +207,10 @@ def tokens_saved(runs: Runs) -> list[Comparison]:
         against = {arm: saved(runs, ours, arm, target) for arm in (large, small)}
         for arm, effect in against.items():
             censored = censored_text((runs, ours), (runs, arm), target)
-            what = f"{named(ours)} against {named(arm)}, to {share:.0%} of the best ({target:.3f})"
+            what = f"{named(ours)} against {named(arm)}, to {share:.0%} of the best ({named(runs.best)}: {target:.3f})"
             verdict, why = "", censored
             if share == TARGETS[0] and arm == large:
-                verdict, lacks = UNDECIDED, runs.lacking(ours, large, small)
+                verdict, lacks = UNDECIDED, runs.lacking(ours, large, small, *others) or little_learned(runs, target)
                 if not lacks:
                     verdict = saving_verdict(against[large], against[small])
                     hangs_on = f"against {named(small)}: {against[small]}; {named(small)} alone saves {of_size}"
@@ -190,13 +218,20 @@ def tokens_saved(runs: Runs) -> list[Comparison]:
                 why = "; ".join(filter(None, [lacks, censored]))
             comparisons.append(Comparison("C4", runs.task, what, effect, verdict, why))
     target = TARGETS[0] * runs.best_final
-    others = [arm for arm in sorted(runs.finals) if arm[1] == SMALL and arm not in (ours, small)]
-    for arm, rival in [(small, large), *((arm, rival) for rival in (small, ours) for arm in others)]:
+    at_small = [arm for arm in others if arm[1] == SMALL]
+    for arm, rival in [(small, large), *((arm, rival) for rival in (small, ours) for arm in at_small)]:
         if {arm, rival} <= runs.finals.keys():
             what = f"{named(arm)} against {named(rival)}, to {TARGETS[0]:.0%} of the best"
             censored = censored_text((runs, arm), (runs, rival), target)
             comparisons.append(Comparison("C4", runs.task, what, saved(runs, arm, rival, target), "", censored))
     return comparisons
+
+
+def little_learned(runs: Runs, target: float) -> str:
+    """Returns why tokens to a target say little, "" where it lies well above the start."""
+    if target >= runs.start + LEARNED * (runs.best_final - runs.start):
+        return ""
+    return f"the start, {runs.start:.3f}, is too near to the target for tokens to it to say much"
 
 
 def rollouts_divided(wide: Runs, deep: Runs) -> list[Comparison]:
@@ -275,6 +310,8 @@ def collapses(rows: pd.DataFrame) -> list[Comparison]:
             if seeds < SEEDS:
                 verdict, reason = UNDECIDED, f"fewer than {SEEDS} seeds"
             why += [reason] if reason else []
+            if settings < CONDITIONS and verdict != UNDECIDED:
+                why.append("by the rules' first form, which named the whole grid: undecided")
         comparisons.append(Comparison("C2", str(rows.task.iloc[0]), what, effect, verdict, "; ".join(why)))
     return comparisons
 
