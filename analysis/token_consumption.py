@@ -1,11 +1,11 @@
 """Measures own tokens until a target accuracy, as a censored quantity, and the saving of one arm against another.
 
-A run that never reaches the target is censored at the tokens it consumed, never dropped. One that diverged or collapsed
-(analysis/stability.py) before it got there never will: it counts as short of the target however far one looks, or the few
-tokens of a run that broke early would speak for its arm. Per arm: the Kaplan-Meier curve of runs still short of the
-target, and its area up to the horizon, the restricted mean tokens-to-target. The horizon is the largest consumption at
-which both arms are still observed, so an arm with the larger budget gains nothing by it. Where the rival is censored, the
-saving is a lower bound.
+A run that never reaches the target is censored at the tokens it consumed, never dropped. One that diverged or
+collapsed (analysis/stability.py) before it got there never will: it counts as short of the target however far one
+looks, or the few tokens of a run that broke early would speak for its arm. Per arm: the Kaplan-Meier curve of runs
+still short of the target, and its area up to the horizon, the restricted mean tokens-to-target. The horizon is the
+largest consumption at which both arms are still observed, so an arm with the larger budget gains nothing by it. Where
+the rival is censored, the saving is a lower bound.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def tokens_to_target(name: str, run: dict[str, NDArray], target: float) -> tuple
 
     Args:
         name: of the run, for the error.
-        run: evaluation_accuracy, evaluation_own_tokens_total, and what there is of own_tokens_total, accuracy and outcome,
-            of `by_run`.
+        run: evaluation_accuracy, evaluation_own_tokens_total, and what there is of own_tokens_total, accuracy and
+            outcome, of `by_run`.
         target: accuracy.
     """
     accuracy, tokens = run["evaluation_accuracy"], run["evaluation_own_tokens_total"]
@@ -53,10 +53,8 @@ def tokens_to_target(name: str, run: dict[str, NDArray], target: float) -> tuple
         raise RunError(f"{name} has no evaluation with accuracy and tokens. Set evaluation.every and resume.")
     accuracy, tokens = accuracy[evaluated], tokens[evaluated]
     hits = np.flatnonzero(accuracy >= target)
-    if len(hits) == 0 and broke(run):
-        return np.inf, False
     if len(hits) == 0:
-        return float(np.nanmax([tokens[-1], *run.get("own_tokens_total", ())])), False
+        return np.inf if broke(run) else float(np.nanmax([tokens[-1], *run.get("own_tokens_total", ())])), False
     i = hits[0]
     if i == 0:
         return float(tokens[0]), True
@@ -65,16 +63,24 @@ def tokens_to_target(name: str, run: dict[str, NDArray], target: float) -> tuple
 
 
 def broke(run: dict[str, NDArray]) -> bool:
-    """Tells whether a run diverged or collapsed. run: as in `tokens_to_target`; without training accuracy, by evaluations."""
-    accuracy = next(run[name] for name in ("accuracy", "evaluation_accuracy") if name in run and not np.isnan(run[name]).all())
+    """Tells whether a run diverged or collapsed; without training accuracy by its evaluations.
+
+    run: as in `tokens_to_target`.
+    """
+    accuracy = next(
+        run[name] for name in ("accuracy", "evaluation_accuracy") if name in run and not np.isnan(run[name]).all()
+    )
     diverged = bool(len(run.get("outcome", ())) and run["outcome"][0] == "diverged")
     return collapse_step(accuracy[~np.isnan(accuracy)], diverged) is not None
 
 
 def consumption(arm: pd.DataFrame, target: float) -> Consumption:
     """Returns the consumption of one arm. arm: the rows of all its runs."""
-    wanted = ("seed", *("evaluation_accuracy", "evaluation_own_tokens_total", "own_tokens_total", "accuracy", "outcome"))
-    columns = [column for column in wanted if column in arm]
+    evaluated, others = (
+        ("evaluation_accuracy", "evaluation_own_tokens_total"),
+        ("own_tokens_total", "accuracy", "outcome"),
+    )
+    columns = [column for column in ("seed", *evaluated, *others) if column in arm]
     runs = [(run["seed"][0], *tokens_to_target(name, run, target)) for name, run in by_run(arm, *columns)]
     seeds, tokens, reached = (np.array(column) for column in zip(*runs, strict=True))
     return Consumption(seeds, tokens.astype(float), reached.astype(bool))

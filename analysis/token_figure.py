@@ -61,7 +61,12 @@ def token_consumption(table: pd.DataFrame, target: float):
     """
     require(one_setting(table), "evaluation_accuracy", "evaluation_own_tokens_total")
     columns = ["run", "step", "setting", "baseline", "group_size", "seed", "evaluation_accuracy"]
-    others = ["evaluation_own_tokens_total", "own_tokens_total", "accuracy", "outcome"]  # the last two: whether it broke
+    others = [
+        "evaluation_own_tokens_total",
+        "own_tokens_total",
+        "accuracy",
+        "outcome",
+    ]  # the last two: whether it broke
     table = table[[*columns, *(column for column in others if column in table)]]
     start = table[table.evaluation_accuracy.notna()].sort_values("step").groupby("run", observed=True).first()
     levels = np.unique(np.append(np.linspace(start.evaluation_accuracy.mean(), min(1, target * 1.1), 9)[1:], target))

@@ -38,11 +38,14 @@ def add(moments: pd.DataFrame, policy: tuple[str, int, str], file: Path) -> None
 def relative_noise(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns `estimator_statistics` of each task and stage, its prompts pooled over the policies.
 
-    rows: of one file. -> columns task, stage, policies, and those of otb.laboratory.statistics.
+    rows: of one file. -> columns task, stage, policies, by_policy (the relative noise of each policy by itself, a
+    tuple), and those of otb.laboratory.statistics.
     """
     parts = []
     for (task, stage), part in rows.groupby(["task", "stage"], sort=False):
         pooled = part.assign(prompt=part.seed.astype(str) + "/" + part.prompt.astype(str))
-        found = estimator_statistics(pooled)
-        parts.append(found.assign(task=str(task), stage=str(stage), policies=part.seed.nunique()))
+        found = estimator_statistics(pooled).assign(task=str(task), stage=str(stage), policies=part.seed.nunique())
+        alone = pd.concat([estimator_statistics(policy) for _, policy in part.groupby("seed")])
+        by_policy = alone.groupby(["estimator", "group_size"]).relative_noise.agg(tuple).rename("by_policy")
+        parts.append(found.join(by_policy, on=["estimator", "group_size"]))
     return pd.concat(parts, ignore_index=True)

@@ -42,8 +42,8 @@ def scores(rows: pd.DataFrame) -> pd.DataFrame:
 def chosen(searched: pd.DataFrame) -> pd.DataFrame:
     """Returns the row of `scores` of the rate that each arm gets, with `edge`: whether it is an end of its list.
 
-    An arm gets none before both seeds of `FEWEST` rates have run, nor where the best of just these is an end of the list:
-    the rules ask for the next one first.
+    An arm gets none before both seeds of `FEWEST` rates have run, nor where the best of just these is an end of the
+    list: the rules ask for the next one first.
     """
     best = []
     for _, arm in searched[searched.seeds >= SEEDS].groupby(["task", "baseline", "group_size"]):

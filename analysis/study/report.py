@@ -10,6 +10,7 @@ import pandas as pd
 import yaml
 
 from analysis.arms import label
+from analysis.intervals import Interval
 from analysis.report.markdown import markdown_table
 from analysis.study import verdicts
 from analysis.study.collapses import cells, cells_section
@@ -31,12 +32,13 @@ finished run has a row (a commit with + had uncommitted changes); `make study` r
 another model. What stands below the tables is written by hand ([comments](comments.md)). Why there is a long task:
 [arithmetic_long](arithmetic_long.md).
 
-Intervals are 95 % ([analysis.md](../analysis.md)). Of what the estimates are: C1, ratios of sums over the prompts of three
-policies, with intervals over prompts that say nothing of a fourth policy; C2, differences of shares of runs (Newcombe); C3,
-differences of interquartile means of final accuracies, paired by seed, and the probability of improvement, unpaired; C4, one
-minus the ratio of the mean tokens to the target, paired by seed. All runs of C2 to C4 start from one policy and are
-evaluated on the same held-out prompts (128; tools: 64), on which rates were chosen too, so that intervals say nothing of
-other policies or prompts. Comparisons that speak no verdict are not corrected for their number.
+Intervals are 95 % ([analysis.md](../analysis.md)). Estimates are, for C1, ratios of sums over the prompts of three
+policies, with intervals over prompts that say nothing of a fourth policy; for C2, differences of shares of runs
+(Newcombe); for C3, differences of interquartile means of final accuracies, paired by seed, and the probability of
+improvement, unpaired; for C4, one minus the ratio of the mean tokens to the target, paired by seed. All runs of C2 to
+C4 start from one policy and are evaluated on the same held-out prompts (128; tools: 64), on which rates were chosen
+too, so that intervals say nothing of other policies or prompts. Comparisons that speak no verdict are not corrected for
+their number.
 """
 COMMANDS = {  # {0}: what the names of a task's recipes end with
     "C1": "python experiments/study.py claim_c1{0}",
@@ -54,6 +56,8 @@ CLAIMS = {
 }
 FRONT_BEGIN, FRONT_END = "<!-- verdicts: make report-study -->", "<!-- end of verdicts -->"
 RECIPE_ENDS = {"arithmetic": "", "arithmetic_tools": "_tools", "arithmetic_long": "_long", REAL: "_real"}
+BIASED = ("grpo", "otb", "otb_carry", "otb_exact", "sequence_energy")  # estimators whose mean is not the true gradient
+BIAS_TEXT = "Squared sine of the angle between an estimator's mean and the true gradient, which noise leaves out:"
 SAMPLES = "seeds (C1: policies, C5: pairs of steps)"
 RECIPES = Path(__file__).parents[2] / "conf" / "experiment"
 
@@ -193,18 +197,46 @@ def comparison_section(comparisons: list[Comparison]) -> list[str]:
 
 
 def noise_section(decided: Comparison, results: pd.DataFrame) -> list[str]:
-    """Returns the decision on C1 and a table with a row per estimator, at the two group sizes that speak."""
+    """Returns the decision on C1, OTB's noise by policy, and tables of noise and bias at the two sizes that speak."""
     sizes = verdicts.judged_sizes(results)
-    shown = results[(results.estimator != verdicts.RIVAL) & results.group_size.isin(sizes)]
-    shown = shown.assign(arm=shown.estimator.map(label), cell=[str(effect) for effect in verdicts.noise_effects(shown)])
+    judged = results[results.group_size.isin(sizes)]
+    ours = judged[judged.estimator == verdicts.OURS].sort_values(["group_size", "stage"], key=in_order)
+    places = zip(ours.stage, ours.group_size, ours.by_policy, strict=True)
+    by_policy = (f"{stage}, N={size}: {listed(values)}" for stage, size, values in places)
+    lines = [f"{decided.what}: {effect_text(decided)}, {decided.verdict}. Other group sizes: verdicts.csv."]
+    if results.policies.max() > 1:
+        lines += ["", f"{label(verdicts.OURS)}'s of each policy by itself: {'; '.join(by_policy)}."]
+    others = judged[judged.estimator != verdicts.RIVAL]
+    lines += ["", stages_table(others, "relative_noise", "noise / RLOO")]
+    biased = others[others.estimator.isin(BIASED)]
+    return [*lines, "", BIAS_TEXT, "", stages_table(biased, "direction_bias", "bias of the direction")]
+
+
+def in_order(column: pd.Series) -> pd.Series:
+    """Returns what a column of stages is sorted by; other columns as they are."""
+    return column.map(verdicts.STAGES.index) if column.name == "stage" else column
+
+
+def listed(values: tuple[float, ...]) -> str:
+    """Returns numbers in words."""
+    return ", ".join(f"{value:.2g}" for value in values)
+
+
+def stages_table(results: pd.DataFrame, column: str, name: str) -> str:
+    """Returns a table with a row per estimator and a column per group size and stage, of a statistic with its interval.
+
+    name: of the statistic.
+    """
+    statistics = results[[column, f"{column}_low", f"{column}_high", "policies"]].itertuples(index=False)
+    shown = results.assign(arm=results.estimator.map(label), cell=[str(Interval(*row)) for row in statistics])
     wide = shown.pivot(index="arm", columns=["group_size", "stage"], values="cell")
-    places = [(size, stage) for size in sizes for stage in verdicts.STAGES if stage in set(shown.stage)]
-    wide = (
-        wide.reindex(columns=pd.MultiIndex.from_tuples(places)).fillna("").sort_index(key=lambda arms: arms.str.lower())
+    places = sorted(
+        zip(shown.group_size, shown.stage, strict=True), key=lambda at: (at[0], verdicts.STAGES.index(at[1]))
     )
-    wide.columns = [f"{stage}, N={size}" for size, stage in places]
-    what = f"{decided.what}: {effect_text(decided)}, {decided.verdict}. Other group sizes: verdicts.csv."
-    return [what, "", markdown_table(wide.rename_axis("noise / RLOO").reset_index())]
+    wide = wide.reindex(columns=pd.MultiIndex.from_tuples(list(dict.fromkeys(places))))
+    wide = wide.fillna("").sort_index(key=lambda arms: arms.str.lower())
+    wide.columns = [f"{stage}, N={size}" for size, stage in dict.fromkeys(places)]
+    return markdown_table(wide.rename_axis(name).reset_index())
 
 
 def front_table(spoken: list[Comparison]) -> str:
@@ -243,8 +275,8 @@ def search_section(rows: dict[str, pd.DataFrame]) -> list[str]:
     wide["chosen"] = wide.chosen.astype(object).where(wide.chosen.notna(), "none yet")
     wide.columns = [str(column) for column in wide.columns]
     about = (
-        "Mean held-out accuracy over all evaluations after the start, by learning rate; seeds 100 and 101. An arm has no rate "
-        "yet where a seed is missing, or where the best of three is an end of the list and the next has not been tried."
+        "Mean held-out accuracy over all evaluations after the start, by learning rate; seeds 100 and 101. An arm has "
+        "no rate yet where a seed is missing, or the best of three is an end of the list and the next was not tried."
     )
     return ["## Learning rates", "", about, "", markdown_table(wide), ""]
 
