@@ -61,8 +61,8 @@ class Runs:
         if len(twice := rows[rows.duplicated(["baseline", "group_size", "seed"])]):
             run = twice.iloc[0]
             raise RunError(
-                f"{label(run.baseline, run.group_size)} has two rows of seed {run.seed} on {self.task}: one of them is of "
-                "other settings. Delete those that analysis/study/rates.yaml does not name."
+                f"{label(run.baseline, run.group_size)} has two rows of seed {run.seed} on {self.task}: one of them is "
+                "of other settings. Delete those that analysis/study/rates.yaml does not name."
             )
         self.table = steps_table(rows)
         final = final_accuracy(self.table)
