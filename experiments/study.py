@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from analysis.study import rows
 from analysis.study.rates import SEARCH, write_rates
+from experiments.checks import check_learning_rate
 from experiments.command_line import CONF, exit_codes
 from experiments.study_noise import measure, measure_real
 from experiments.sweeps.jobs import save_jobs
@@ -91,11 +92,18 @@ def study(
 
 
 def keys_of(recipe: str, seeds: int | None) -> dict[str, list[str]]:
-    """Returns key -> overrides of the runs of a recipe, seed by seed: what is there at any moment is balanced."""
+    """Returns key -> overrides of the runs of a recipe, seed by seed: what is there at any moment is balanced.
+
+    Raises RunError where the learning rate of an arm has not been searched for.
+    """
     with composing(recipe) as (loader, sweep):
         composer = Composer(loader, sweep)
-        configs = ((composer.compose(run), run) for run in runs_of(sweep, recipe, seeds))
-        return {rows.key_of(OmegaConf.to_container(cfg, resolve=True)): run for cfg, run in configs}
+        keys = {}
+        for run in runs_of(sweep, recipe, seeds):
+            cfg = composer.compose(run)
+            check_learning_rate(cfg)
+            keys[rows.key_of(OmegaConf.to_container(cfg, resolve=True))] = run
+        return keys
 
 
 def varied_by(run: list[str]) -> str:

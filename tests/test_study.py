@@ -505,6 +505,14 @@ def test_the_command_runs_what_has_no_row_seed_by_seed_and_skips_the_rest(tmp_pa
     assert all("seed=100" in job.overrides for job in started)
 
 
+def test_a_recipe_whose_rates_were_not_searched_for_is_refused_with_the_search_to_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(rates.tuned_rate, "__defaults__", (tmp_path / "none.yaml",))
+    with pytest.raises(
+        RunError, match="no learning rate for task=arithmetic baseline=none group_size=4. Run its search"
+    ):
+        study.keys_of("claim_c3_c4", seeds=1)
+
+
 def test_the_quick_form_speaks_every_verdict_that_runs_speak(capsys):
     assert {*report.OTHERS.values(), report.MAIN} - {"claim_fixed_rollouts", "claim_c2_updates"} <= study.QUICK.keys()
     assert study.QUICK.keys() <= set(study.RECIPES)

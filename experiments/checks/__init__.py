@@ -52,7 +52,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     of how many.
     """
     check_whole_numbers(cfg, SMALLEST)
-    _check_learning_rate(cfg)
+    check_learning_rate(cfg)
     for key in ("log_energy", "measure_gradient_noise", "lean_steps", "deterministic", "overwrite"):
         check_true_or_false(cfg, key)
     check_policy_and_task(cfg)
@@ -76,7 +76,8 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
         wait_for_server(cfg)
 
 
-def _check_learning_rate(cfg: DictConfig) -> None:
+def check_learning_rate(cfg: DictConfig) -> None:
+    """Raises RunError for a learning rate that is not positive, or that the study has not searched for."""
     try:
         check_positive(cfg, "learning_rate", "1e-6")
     except InterpolationResolutionError as error:  # ${tuned_rate:...}; OmegaConf keeps its RunError as a context alone
