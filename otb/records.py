@@ -45,11 +45,13 @@ METRICS = {
     "reward_spread": Metric("reward", "standard deviation over the scored rollouts of the step"),
     "accuracy": Metric("share", "scored rollouts with reward 1"),
     "unscored": Metric("share", "rollouts that no reward function could score; absent when there were none"),
-    "grade_correct": Metric("share", "rollouts whose final answer equals the reference; maths tasks only, as below"),
-    "grade_wrong": Metric("share", "rollouts with a readable answer that differs from the reference"),
-    "grade_unparsable": Metric("share", "rollouts without a final answer, or with one that is no expression"),
-    "grade_timeout": Metric("share", "rollouts whose grader ran out of time; unscored"),
-    "grade_error": Metric("share", "rollouts whose grader failed otherwise; unscored"),
+    "grade_correct": Metric("share", "rollouts whose final answer equals the reference; maths tasks only"),
+    "grade_wrong": Metric("share", "rollouts with a readable answer that differs from the reference; maths tasks only"),
+    "grade_unparsable": Metric(
+        "share", "rollouts without a final answer, or with one that is no expression; maths tasks only"
+    ),
+    "grade_timeout": Metric("share", "rollouts whose grader ran out of time; unscored; maths tasks only"),
+    "grade_error": Metric("share", "rollouts whose grader failed otherwise; unscored; maths tasks only"),
     "response_length_mean": Metric("tokens", "own tokens per rollout, mean"),
     "response_length_max": Metric("tokens", "own tokens per rollout, largest"),
     "equal_reward_groups": Metric("share", "prompt groups whose scored rollouts all have one reward"),
@@ -58,28 +60,54 @@ METRICS = {
     ),
     "mismatch_mean": Metric(
         "nats",
-        "absolute difference of log pi and the sampler's, per own token, mean; as the next ten where vLLM or a copy of "
-        "the policy samples",
+        "absolute difference of log pi and the sampler's, per own token, mean; where vLLM or a copy of the policy "
+        "samples",
     ),
-    "mismatch_max": Metric("nats", "absolute difference of log pi and the sampler's, per own token, largest"),
-    "importance_ratio_min": Metric("1", "trained / sampled probability of an own token, clipped, smallest"),
-    "importance_ratio_mean": Metric("1", "trained / sampled probability of an own token, clipped, mean"),
-    "importance_ratio_max": Metric("1", "trained / sampled probability of an own token, clipped, largest"),
+    "mismatch_max": Metric(
+        "nats",
+        "absolute difference of log pi and the sampler's, per own token, largest; where vLLM or a copy of the policy "
+        "samples",
+    ),
+    "importance_ratio_min": Metric(
+        "1",
+        "trained / sampled probability of an own token, clipped, smallest; where vLLM or a copy of the policy samples",
+    ),
+    "importance_ratio_mean": Metric(
+        "1", "trained / sampled probability of an own token, clipped, mean; where vLLM or a copy of the policy samples"
+    ),
+    "importance_ratio_max": Metric(
+        "1",
+        "trained / sampled probability of an own token, clipped, largest; where vLLM or a copy of the policy samples",
+    ),
     "log_ppl_abs_diff_mean": Metric(
-        "nats", "mean over own tokens of log pi minus the sampler's, absolute value per rollout, mean over rollouts"
+        "nats",
+        "absolute value of a rollout's mean of log pi minus the sampler's over its own tokens, mean over rollouts; "
+        "where vLLM or a copy of the policy samples",
     ),
-    "log_ppl_abs_diff_max": Metric("nats", "the same, largest"),
+    "log_ppl_abs_diff_max": Metric(
+        "nats",
+        "absolute value of a rollout's mean of log pi minus the sampler's over its own tokens, largest; where vLLM or "
+        "a copy of the policy samples",
+    ),
     "mismatch_kl": Metric(
-        "nats", "KL(sampler, policy) per own token, estimated by the mean of the sampler's log pi - ours"
+        "nats",
+        "KL(sampler, policy) per own token, estimated by the mean of the sampler's log pi minus the policy's; where "
+        "vLLM or a copy of the policy samples",
     ),
     "mismatch_k3": Metric(
-        "nats", "the same, k3 estimate: mean of ratio - 1 - log ratio; trained / sampled, not clipped"
+        "nats",
+        "KL(sampler, policy) per own token, k3 estimate: mean of ratio - 1 - log ratio, ratio = trained / sampled "
+        "probability, not clipped; where vLLM or a copy of the policy samples",
     ),
     "mismatch_chi2_token": Metric(
-        "1", "chi^2 of trained and sampled probability per own token: mean of ratio^2, minus 1"
+        "1",
+        "chi^2 of trained and sampled probability per own token: mean of ratio^2, minus 1; where vLLM or a copy of the "
+        "policy samples",
     ),
     "mismatch_chi2_seq": Metric(
-        "1", "the same of whole rollouts: mean over rollouts of the squared product of ratios, minus 1"
+        "1",
+        "chi^2 of trained and sampled probability of whole rollouts: mean over rollouts of the squared product of "
+        "their tokens' ratios, minus 1; where vLLM or a copy of the policy samples",
     ),
     "truncated": Metric("share", "rollouts that the length limit ended"),
     "gradient_norm": Metric("norm", "Euclidean norm of the whole gradient before clipping"),
@@ -87,25 +115,43 @@ METRICS = {
     "entropy": Metric(
         "nats", "entropy of the policy at the sampling temperature over own tokens; mean of micro-batches"
     ),
-    "kl": Metric("nats", "k3 estimate of KL(policy, reference) over own tokens; mean of micro-batches; with beta > 0"),
+    "kl": Metric(
+        "nats", "k3 estimate of KL(policy, reference) over own tokens; mean of micro-batches; with trainer.beta > 0"
+    ),
     "learning_rate": Metric("1", "learning rate of the step"),
     "length_baseline": Metric(
-        "tokens", "mean response length of the beginning, which a surge is measured against; schedule=length_triggered"
+        "tokens",
+        "mean response length of the first steps, from which a surge is measured; with schedule=length_triggered",
     ),
     "length_surge_step": Metric(
-        "1", "optimizer steps done when the mean response length surged; as length_baseline, from then on"
+        "1",
+        "optimizer steps done when the mean response length surged; with schedule=length_triggered, absent before that",
     ),
     "improvement_mu": Metric("reward", "mean reward of the step, as it enters the window; with improvement="),
-    "improvement_mu_his": Metric("reward", "mean of the window before it; as the next two once the window is full"),
-    "improvement_xi": Metric("1", "standard deviations of the window between the two, (mu - mu_his) / sigma_his"),
-    "improvement_phi": Metric("1", "what the advantages of the batch before are multiplied by"),
+    "improvement_mu_his": Metric(
+        "reward", "mean of the window, the mean rewards of the steps before; with improvement=, once the window is full"
+    ),
+    "improvement_xi": Metric(
+        "1",
+        "(mu - mu_his) / sigma_his: by how many standard deviations of the window the step's mean reward differs from "
+        "the window's mean; with improvement=, once the window is full",
+    ),
+    "improvement_phi": Metric(
+        "1",
+        "factor of the advantages of the batch before in the improvement update; with improvement=, once the window is "
+        "full",
+    ),
     "improvement_ratio_mean": Metric(
         "1",
-        "ratio to the policy that sampled the batch before, mean over own tokens; as the next two where there was an "
-        "improvement update",
+        "ratio to the policy that sampled the batch before, mean over its own tokens; absent without an improvement "
+        "update",
     ),
-    "improvement_clip_fraction": Metric("share", "own tokens of the batch before whose ratio was clipped"),
-    "improvement_gradient_norm": Metric("norm", "Euclidean norm of the gradient of the improvement update"),
+    "improvement_clip_fraction": Metric(
+        "share", "own tokens of the batch before whose ratio was clipped; absent without an improvement update"
+    ),
+    "improvement_gradient_norm": Metric(
+        "norm", "Euclidean norm of the gradient of the improvement update; absent without one"
+    ),
     "advantage_mean": Metric("reward", "mean over own tokens of the advantages used"),
     "advantage_spread": Metric("reward", "standard deviation over own tokens of the advantages used"),
     "advantage_max": Metric("reward", "largest absolute advantage used"),
@@ -116,13 +162,23 @@ METRICS = {
         "Gini coefficient of a rollout's token weights, mean over rollouts; 0 = equal; with token_weights=",
     ),
     "token_weight_support": Metric(
-        "share", "effective support 1 / (T sum_t w_t^2) of a rollout's weights w_t that sum to 1, mean; 1 = equal"
+        "share",
+        "effective support 1 / (T sum_t w_t^2) of a rollout's token weights w_t, which sum to 1 over its T own tokens; "
+        "mean over rollouts; 1 = equal; with token_weights=",
     ),
-    "token_weight_mean": Metric("1", "factor of the advantages, mean over own tokens; not 1 with normalise=running"),
+    "token_weight_mean": Metric(
+        "1", "factor of the advantages, mean over own tokens; not 1 with normalise=running; with token_weights="
+    ),
     "token_signal_mean": Metric(
-        "of the signal", "what the weights are made of, mean over own tokens: of arca the norm of the residual"
+        "of the signal",
+        "signal that the token weights are made of, mean over own tokens; with arca the norm of the residual; absent "
+        "with uniform weights",
     ),
-    "token_signal_max": Metric("of the signal", "the same, largest"),
+    "token_signal_max": Metric(
+        "of the signal",
+        "signal that the token weights are made of, largest; with arca the norm of the residual; absent with uniform "
+        "weights",
+    ),
     "mtp_cross_entropy": Metric(
         "nats", "-log pi of the auxiliary head per own token, at the sampling temperature; with auxiliary=mtp"
     ),
@@ -134,10 +190,18 @@ METRICS = {
     "mtp_c": Metric(
         "nats^2",
         "sum over the own tokens of a forward of d d_head, the changes of log pi of the policy and of its head since "
-        "the tokens were sampled; mode=occ, as the next two",
+        "the tokens were sampled; with auxiliary.mode=occ, absent in the first update of a batch",
     ),
-    "mtp_v2": Metric("nats^2", "sum over the own tokens of a forward of d_head^2"),
-    "mtp_cosine": Metric("1", "cosine of d and d_head, c / sqrt(v2 sum d^2)"),
+    "mtp_v2": Metric(
+        "nats^2",
+        "sum over the own tokens of a forward of d_head^2, d_head the change of the head's log pi since the tokens "
+        "were sampled; with auxiliary.mode=occ, absent in the first update of a batch",
+    ),
+    "mtp_cosine": Metric(
+        "1",
+        "cosine of d and d_head, the changes of log pi of the policy and of its head since the tokens were sampled; "
+        "with auxiliary.mode=occ, absent in the first update of a batch",
+    ),
     "energy_mean": Metric(
         "norm^2",
         "realized energy W_T = sum_t w_t per scored rollout, mean; w: the proxy, times the squared factor of the token "
@@ -148,16 +212,19 @@ METRICS = {
         "reward^2 norm^2", "sum_t w_t A_t^2 per scored rollout, mean: token-diagonal power; A before token_weights="
     ),
     "verl_power": Metric(
-        "reward^2 norm^2", "verl's form of it: W_T (mean_t A_t)^2 per scored rollout, mean; equal for one A per rollout"
+        "reward^2 norm^2",
+        "verl's form of total_power: W_T (mean_t A_t)^2 per scored rollout, mean; equal to it for one A per rollout",
     ),
     "gradient_noise": Metric(
         "norm^2",
-        "measured: trace of the covariance of one prompt group's gradient, unbiased; by two batch sizes (arXiv "
-        "1812.06162). Gradients are the loss's: with dr_grpo a group's is sum_t A_t grad log pi_t / (group_size x "
-        "max_completion_length), and the step's is the mean of its groups'",
+        "measured with measure_gradient_noise=true: trace of the covariance of one prompt group's gradient, unbiased; "
+        "by two batch sizes (arXiv 1812.06162). Gradients are the loss's: with dr_grpo a group's is sum_t A_t grad log "
+        "pi_t / (group_size x max_completion_length), and the step's is the mean of its groups'",
     ),
     "gradient_signal": Metric(
-        "norm^2", "measured: squared norm of the true gradient, unbiased, so that it may be negative; as gradient_noise"
+        "norm^2",
+        "measured with measure_gradient_noise=true, as gradient_noise is: squared norm of the true gradient, unbiased, "
+        "so that it may be negative",
     ),
     "verl_noise": Metric(
         "mixed", "verl's form of gradient noise: (verl_power - gradient_norm^2) / (rollouts of the step - 1)"

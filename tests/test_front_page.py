@@ -37,7 +37,7 @@ def block_after(heading: str) -> list[str]:
     return [line[4:] for line in section.splitlines() if line.startswith("    ")]
 
 
-# ---- the ten lines
+# ---- its code
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -59,6 +59,24 @@ def test_code_block_gives_the_advantages_of_the_library(seed):
     rollouts = RolloutGroups(R, lengths, w)
     assert rollouts.lone.any()
     torch.testing.assert_close(page["A"], advantages(rollouts, otb(rollouts, eps=0)), atol=1e-12, rtol=0)
+
+
+def test_script_trains_as_it_stands_on_the_page(policy, tmp_path):
+    """One step, with a small policy in the place of the one on the hub."""
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "OTBTrainer(" in block]
+    on_a_cpu = f'"{tmp_path}", max_steps=1, use_cpu=True, bf16=False, report_to="none", save_strategy="no", '
+    for typed, small in (
+        ('"Qwen/Qwen2.5-0.5B-Instruct"', f'"{policy}"'),
+        ('"out",', on_a_cpu + "logging_steps=1, gradient_checkpointing=False,"),
+        ("max_completion_length=64", "max_completion_length=8"),
+    ):
+        assert code.count(typed) == 1
+        code = code.replace(typed, small)
+    page = {}
+    exec(code, page)
+    assert page["trainer"].state.global_step == 1
+    says = [[{"role": "assistant", "content": text}] for text in (" 42\n", "41", "42")]
+    assert page["reward"](says, answer=["42", "42", ""], prompts=[]) == [1.0, 0.0, None]
 
 
 # ---- what it points at
@@ -116,9 +134,15 @@ def test_every_choice_that_a_command_makes_is_in_conf():
 # ---- what it says
 
 
+def table_after(heading: str) -> list[list[str]]:
+    """The cells of each row below the line of the README that begins so; the first is empty, as in `| a | b |`."""
+    (table,) = [part for part in README.split("\n\n") if part.startswith(heading)]
+    return [line.split("|") for line in table.splitlines()[2:]]
+
+
 def noise_rows() -> list[tuple[str, list[str]]]:
     """(estimator, the numbers for N = 4 and for N = 32 with their bounds) per name in the table of the README."""
-    rows = [line.split("|") for line in README.splitlines() if line.startswith("| `") and NUMBER.search(line)]
+    rows = table_after("| `baseline=` | noise / RLOO")
     return [(name, NUMBER.findall(cell[2] + cell[3])) for cell in rows for name in re.findall(r"`(\w+)`", cell[1])]
 
 
@@ -134,14 +158,16 @@ def test_table_of_noise_quotes_the_numbers_that_are_drawn():
         assert quoted == drawn, name
 
 
-@pytest.mark.parametrize("task", ["arithmetic", "arithmetic_tools"])
-def test_accuracies_are_those_of_the_study(task):
+@pytest.mark.parametrize(("column", "task"), [(2, "arithmetic"), (3, "arithmetic_tools")])
+def test_table_of_accuracies_quotes_those_of_the_study(column, task):
     study = (ROOT / "docs" / "study" / "README.md").read_text(encoding="utf8")
     section = study.split(f"\n## C3 on `{task}`\n")[1].split("\n## ")[0]
-    words = " ".join(README.split())
-    for arm in ("energy probe", "no baseline", "OTB"):
+    quoted = {cells[1].strip(" `"): cells[column].strip() for cells in table_after("| `baseline=` | `arithmetic` |")}
+    arms = {"energy_probe": "energy probe", "none": "no baseline", "otb": "OTB"}
+    assert set(quoted) == set(arms)
+    for name, arm in arms.items():
         (effect,) = re.findall(rf"^\| {arm}, N=4 minus RLOO, N=4 \| ([^|]+) \|", section, re.MULTILINE)
-        assert effect in words, f"{arm}: {effect}"
+        assert quoted[name] == effect, arm
 
 
 def test_table_of_baselines_says_of_each_what_it_declares():

@@ -1,4 +1,4 @@
-"""python -m analysis.report runs/<sweep>: makes every table and figure of a folder of runs, as report.md and .html.
+"""python -m analysis.report FOLDER: makes every table and figure of a folder of runs, as report.md and .html.
 
 The claims C1-C5 with effects, intervals and verdicts; figures as PDF, PNG and CSV; one self-contained page that opens
 from disk. Several settings in one folder get a part each; what is left out is listed with the reason.
@@ -119,7 +119,7 @@ def watch_report(
     if not 0 < seconds <= 86_400:
         raise RunError(f"--watch {seconds:g} is no pause between two looks: above 0 s, at most a day. Try --watch 10.")
     if not folder.is_dir():
-        raise RunError(f"{folder} is not a folder. Give the folder of a sweep, such as runs/arithmetic-tiny.")
+        raise RunError(f"{folder} is not a folder. Give a folder of runs, such as runs/arithmetic-tiny.")
     from analysis.report.drawing import Drawings
     from analysis.report.watch import watch
 

@@ -69,7 +69,7 @@ def load(folder: str | Path, include: tuple[str, ...] = (), cache: bool = True) 
     """Loads every run below `folder`.
 
     Args:
-        folder: of a sweep, or a single run.
+        folder: of runs, or a single run.
         include: kinds of marked runs to use all the same: "unfinished", "versions", "lengths".
         cache: keep what was read in `folder`/.analysis; only runs whose files changed are read again.
 
@@ -78,7 +78,7 @@ def load(folder: str | Path, include: tuple[str, ...] = (), cache: bool = True) 
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
-        raise RunError(f"{folder} is not a folder. Give the folder of a sweep, such as runs/arithmetic-tiny.")
+        raise RunError(f"{folder} is not a folder. Give a folder of runs, such as runs/arithmetic-tiny.")
     paths = {run_name(path, folder): path for path in find_runs(folder)}
     if not paths:
         raise RunError(
