@@ -54,12 +54,13 @@ def measure(recipe: str, runs: list[list[str]], steps: int, parallel: int | None
     for policy in missing:
         of_warm_start = f"+model.warm_start.seed={policy.seed}"
         asked = [f"task={policy.task}", of_warm_start]
-        if step := int(steps * STAGES[policy.stage]):
-            run = folder / "c1" / f"{policy.task}-{policy.seed}"
-            typed("run", f"experiment={recipe}", "baseline=rloo", *asked, f"steps={step}", f"runs_dir={run}")
-            (checkpoint,) = run.glob(f"*/*/checkpoints/step-{step:08d}")
-            asked.append(f"checkpoint={checkpoint}")
+        # A run for each stage, though the longer one repeats the shorter: a run keeps its last and its best checkpoint
+        # alone, and other rows may ask for the policy at half once more.
         place = folder / "c1" / "-".join([policy.task, str(policy.seed), policy.stage])
+        if step := int(steps * STAGES[policy.stage]):
+            typed("run", f"experiment={recipe}", "baseline=rloo", *asked, f"steps={step}", f"runs_dir={place}")
+            (checkpoint,) = place.glob(f"*/*/checkpoints/step-{step:08d}")
+            asked.append(f"checkpoint={checkpoint}")
         noise.add(moments(place, parallel, *asked), policy, file)
 
 
@@ -83,8 +84,8 @@ def moments(place: Path, parallel: int | None, *asked: str) -> pd.DataFrame:
     """Returns what experiments/variance.py measures of a policy. place: the folder that it measures in."""
     workers = [f"workers={parallel}"] if parallel else []
     typed("variance", *asked, f"estimators=[{','.join(ESTIMATORS)}]", "oracle.prompts=0", f"runs_dir={place}", *workers)
-    (file,) = place.glob("variance/*/moments.csv")
-    return pd.read_csv(file)
+    newest = max(place.glob("variance/*/moments.csv"), key=lambda file: file.stat().st_mtime_ns)
+    return pd.read_csv(newest)  # an earlier one is of other weights
 
 
 def typed(command: str, *arguments: str) -> None:

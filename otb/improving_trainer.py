@@ -52,6 +52,10 @@ class ImprovingTrainer(GRPOTrainer):
         if self.improvement is not None and self.improvement.seed is None:
             self.improvement.seed = self.args.seed
 
+    def _is_lean(self, batch: dict) -> bool:
+        """Tells whether the loss of a batch may leave out what has no gradient, as LeanTrainer does."""
+        return self.improvement is None
+
     def _keep_for_improvement(self, output: dict, rollouts: RolloutGroups, advantages: Tensor, log_probs: Tensor):
         """Puts into the batch what its improvement update, one step later, will need.
 

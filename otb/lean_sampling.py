@@ -129,11 +129,11 @@ def sample(
         ids = torch.cat([ids, tokens[:, None]], dim=1)
         whole[rows, ids.size(1) - 1] = tokens
         ended = ended | stopping_criteria(ids, None)
-        left = int(ended.sum())
-        if left == len(rows):
+        ended_count = int(ended.sum())
+        if ended_count == len(rows):
             return whole[:, : ids.size(1)]
         inputs = model._update_model_kwargs_for_generation(output, inputs)
-        if left >= ENDED_SHARE * len(rows):
+        if ended_count >= ENDED_SHARE * len(rows):
             kept = (~ended).nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             rows, ids, ended, inputs = rows[kept], ids[kept], ended[kept], of_rows(inputs, kept, len(rows))

@@ -47,8 +47,6 @@ class KeptPass(NamedTuple):
 class LeanTrainer(ImprovingTrainer):
     """A GRPOTrainer that leaves out of the passes of its loss what has no gradient."""
 
-    _mtp: Any
-
     def __init__(self, *args, **kwargs):
         self._kept_pass: KeptPass | None = None  # of the last generation, until its loss
         self._rows_kept = 0  # in all passes that were kept so far
@@ -58,17 +56,17 @@ class LeanTrainer(ImprovingTrainer):
     def _is_lean(self, batch: dict) -> bool:
         """Tells whether a rollout without advantage has no gradient here, and this process may leave its backward out.
 
-        An expert that only such rollouts reach would get no gradient instead of one of 0, which Adam tells apart.
+        A class whose method gives it one adds its own condition. An expert that only such rollouts reach would get no
+        gradient instead of one of 0, which Adam tells apart.
         """
         return (
-            bool(getattr(self.args, "lean_steps", False))
+            super()._is_lean(batch)
+            and bool(getattr(self.args, "lean_steps", False))
             and self.model.training
             and self.accelerator.num_processes == 1
             and self.args.n_gpu <= 1
             and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
             and not (self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled)
-            and self.improvement is None
-            and self._mtp is None
             and "pixel_values" not in batch
             and not self._has_experts
         )

@@ -45,7 +45,7 @@ class MeasuringTrainer(LeanTrainer):
 
     def __init__(self, *args, **kwargs):
         # Whether the extra pass is made even where TRL makes one; `_measurable_passes` says why.
-        self._own_pass = "hidden_states" in self._needs or bool(self._watched_for_weights)
+        self._always_extra_pass = "hidden_states" in self._needs or bool(self._watched_for_weights)
         # What the hooks of one step leave for those that follow; their order stands at the top of otb/trainer.py.
         self._scoring = False  # whether no-grad passes are to return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
@@ -115,9 +115,9 @@ class MeasuringTrainer(LeanTrainer):
             probabilities = self._extra_pass(output, parts, keep=True)
             measured["reduced"] = joined_rows([(rows, kept) for rows, kept, _ in parts])
             measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
-        elif self._needs_score_norms or self._own_pass:
+        elif self._needs_score_norms or self._always_extra_pass:
             probabilities = self._probabilities(output)
-        passed = self._own_pass or self._needs_score_norms
+        passed = self._always_extra_pass or self._needs_score_norms
         self._log_probs = probabilities[0] if passed else output.get("old_per_token_logps")
         self._signals, self._factors = self._signals_and_factors(own, self._watched)
         if self._needs_score_norms:
@@ -206,7 +206,7 @@ class MeasuringTrainer(LeanTrainer):
         the advantage is 0 does not depend on them. What was not foreseen costs a second forward, and what was foreseen
         in vain a graph.
         """
-        if baselines.carries_state(self.baseline):
+        if baselines.carries_state(self.baseline) or "hidden_states" in self._needs:  # what it reads is not there yet
             return torch.ones(len(own.mask), dtype=torch.bool, device=own.mask.device)
         ones = self._in_groups(own.own.float())
         rollouts = RolloutGroups(
@@ -315,7 +315,7 @@ class MeasuringTrainer(LeanTrainer):
         They know neither tool tokens nor rewards, which `reduce` needs, and have the dropout of training, which token
         weights must not see: both take an extra pass.
         """
-        self._scoring = self._needs_score_norms and not self._own_pass
+        self._scoring = self._needs_score_norms and not self._always_extra_pass
         try:
             yield
         finally:

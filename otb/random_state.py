@@ -14,16 +14,30 @@ import torch
 def isolated_random_state(seed: int | None = None) -> Iterator[None]:
     """Restores the random states of torch, numpy and random afterwards, whatever is drawn inside.
 
+    Of several GPUs only the current one takes part: asking another for its state would take memory there.
     seed: seeds them inside, so that the same call draws the same numbers; None continues from the current state.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    gpus = None  # without CUDA torch finds what there is
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(gpus):
             if seed is not None:
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
-                torch.manual_seed(seed)
+                seed_torch(seed, gpus)
             yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def seed_torch(seed: int, gpus: list[int] | None) -> None:
+    """Seeds the generators of the CPU and of the current GPU, if `gpus` has it; with None all that torch finds."""
+    if gpus is None:
+        torch.manual_seed(seed)
+        return
+    torch.default_generator.manual_seed(seed)
+    if gpus:
+        torch.cuda.manual_seed(seed)

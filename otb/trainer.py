@@ -19,6 +19,7 @@ step of a run goes through eight classes: Run (experiments.run_trainer.RunTraine
             _log_rollouts                      Run > OTB          metrics of the rollouts
         _improve                               Improving          an optimizer step on the batch before, if asked for
       _compute_loss                            OTB > Lean > GRPO  with the auxiliary head's, then the backward pass
+        _is_lean                               OTB > Lean > Improving  whether it may leave out what has no gradient
         _get_per_token_logps_and_entropies     OTB > Measuring > Lean > Improving > GRPO  its forward, or that pass
     _get_grad_norm                             Run > OTB > HF     once per optimizer step, before it
     _maybe_log_save_evaluate                   Run > HF           samples, evaluation, checkpoint
@@ -423,6 +424,9 @@ class OTBTrainer(MeasuringTrainer):
             result = super()._get_per_token_logps_and_entropies(model, *part, *args, **kwargs)
         self._mtp.seen.append((result[0], torch.cat(of_head)))
         return result
+
+    def _is_lean(self, batch: dict) -> bool:
+        return super()._is_lean(batch) and self._mtp is None  # a head's loss reads every rollout
 
     def _compute_loss(self, model, inputs):
         if self._mtp is None or not self.model.training:

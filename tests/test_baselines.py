@@ -24,6 +24,7 @@ from otb.baselines.rloo import rloo
 from otb.baselines.sequence_energy import sequence_energy
 from otb.baselines.sequence_energy_loo import sequence_energy_loo
 from otb.baselines.trajectory_cv import TrajectoryCV
+from otb.baselines.weighted_mean import sum_of_others
 from otb.metrics import advantage_metrics, energy_metrics
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
@@ -203,11 +204,38 @@ def test_baseline_is_broadcastable_and_reordering_a_group_reorders_the_result(ba
 
 
 @pytest.mark.parametrize("baseline", CENTRED, ids=label)
-@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -2.7])
-def test_equal_rewards_give_zero_advantage(baseline, reward):
-    rollouts = random_groups()
-    result = used(baseline, replace(rollouts, rewards=torch.full_like(rollouts.rewards, reward)))
-    assert result.abs().max() < (1e-2 if baseline is grpo else 1e-6)  # grpo divides rounding errors by 1e-4
+@pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, 1.0, -2.7])
+def test_equal_rewards_give_zero_advantage_to_the_bit(baseline, reward):
+    """A sum of 16 times .7 is rounded; a rollout whose advantage is not exactly 0 would cost a backward."""
+    rollouts = random_groups(group_size=16)
+    rewards = torch.full_like(rollouts.rewards, reward)
+    assert used(baseline, replace(rollouts, rewards=rewards)).eq(0).all()
+    rewards[:, 2] = NAN
+    assert used(baseline, replace(rollouts, rewards=rewards)).eq(0).all()
+
+
+def test_means_of_rewards_of_0_and_1_are_those_of_the_plain_formulas_to_the_bit():
+    """Counting from the smallest reward, and keeping a mean in the range of the others, move nothing there."""
+    rollouts = random_groups(prompts=200, group_size=7)
+    chance = torch.linspace(0, 1, 200).unsqueeze(1)  # from groups that are all wrong to groups that are all right
+    rewards = (rollouts.rewards < chance).float()
+    rewards[:, 3] = NAN
+    rollouts = replace(rollouts, rewards=rewards)
+    zeroed, count = rewards.nan_to_num(), 6
+    others = count - rollouts.scored.int()
+    mean = rewards.nanmean(1, keepdim=True)
+    std = ((rewards - mean).square().nansum(1, keepdim=True) / (count - 1)).sqrt()
+    weights = rollouts.energy.where(rollouts.scored.unsqueeze(-1), 0.0)
+
+    assert torch.equal(rloo(rollouts), ((zeroed.sum(1, keepdim=True) - zeroed) / others).unsqueeze(-1))
+    assert torch.equal(group_mean(rollouts), mean.unsqueeze(-1))
+    assert torch.equal(grpo(rollouts).value, mean.unsqueeze(-1))
+    assert torch.equal(grpo(rollouts).scale, (std + 1e-4).unsqueeze(-1))
+    lengths = rollouts.lengths * rollouts.scored
+    by_length = (lengths * zeroed).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)
+    assert torch.equal(opo(rollouts), by_length.unsqueeze(-1))
+    weighed = sum_of_others(weights * zeroed.unsqueeze(-1)) / sum_of_others(weights)
+    assert torch.equal(otb_carry_loo(rollouts), weighed)
 
 
 def test_equal_rewards_leave_otb_an_advantage_in_the_lone_tail_only():

@@ -221,6 +221,16 @@ def test_answers_that_never_end_are_timeouts_and_unscored_and_leave_the_grader_w
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
+def test_a_comparison_that_failed_is_tried_again_and_one_that_timed_out_is_not(monkeypatch):
+    verdicts = [("error", "the grader process ended with code -9"), ("correct", ""), ("timeout", "no verdict")]
+    monkeypatch.setattr(grading._pool, "compare", lambda *pair: verdicts.pop(0))
+    failed = grade("\\boxed{\\sqrt{361}}", "19")
+    assert (failed.outcome, failed.detail) == (Outcome.GRADER_ERROR, "the grader process ended with code -9")
+    assert [grade("\\boxed{\\sqrt{361}}", "19").outcome for _ in range(2)] == [Outcome.CORRECT] * 2
+    assert [grade("\\boxed{\\sqrt{400}}", "20").outcome for _ in range(2)] == [Outcome.GRADER_TIMEOUT] * 2
+    grading._verdict_of_math_verify.cache_clear()  # the timeout was made up here
+
+
 def test_grading_works_in_threads_and_in_a_forked_process():
     found = {}
     threads = [

@@ -430,6 +430,31 @@ def test_a_baseline_that_draws_leaves_the_random_state_of_training_alone(tmp_pat
     assert tokens[0] == tokens[1]
 
 
+def test_a_baseline_that_reads_hidden_states_and_learns_nothing_trains(tmp_path, untrained, tokenizer):
+    @declare(needs={"hidden_states"})
+    class Frozen:
+        """A value that was fitted elsewhere."""
+
+        def reduce(self, tokens):
+            return {"value": tokens.hidden_states[:, 0, 0]}, {}
+
+        def __call__(self, rollouts):
+            return rollouts.reduced["value"].unsqueeze(-1)
+
+    trainer = recorded(tmp_path, untrained, tokenizer, baseline=Frozen(), max_steps=1, lean_steps=True)
+    assert logged(trainer)[0]["grad_norm"] > 0
+
+
+def test_a_subclass_adds_a_condition_of_its_own_to_lean_steps(tmp_path, untrained, tokenizer, rows_read):
+    class WithMethod(OTBTrainer):
+        def _is_lean(self, batch):
+            return super()._is_lean(batch) and False
+
+    options = {"baseline": rloo, "reward": constant_first_groups, "max_steps": 1, "lean_steps": True}
+    trained(WithMethod, tmp_path, untrained, tokenizer, **options)
+    assert rows_read == {True: 16, False: 0}  # those without an advantage, too
+
+
 def test_reduce_sees_no_gradient(tmp_path, untrained, tokenizer):
     class Watching(EnergyProbe):
         seen: ClassVar[list] = []

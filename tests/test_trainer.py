@@ -168,6 +168,29 @@ def test_isolated_random_state_restores_every_generator():
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.parametrize(("in_use", "touched"), [(True, [1]), (False, [])])
+def test_isolated_random_state_asks_and_seeds_no_gpu_but_the_current_one_in_use(monkeypatch, in_use, touched):
+    """Asking any other GPU for its state would take memory there: of eight processes each would on all eight."""
+    asked, restored, seeded = [], [], []
+    answers = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: in_use,
+        "device_count": lambda: 8,
+        "current_device": lambda: 1,
+        "get_rng_state": lambda gpu: asked.append(gpu) or f"state of {gpu}",
+        "set_rng_state": lambda state, gpu: restored.append((state, gpu)),
+        "manual_seed": lambda seed: seeded.append(1),
+        "manual_seed_all": lambda seed: seeded.extend(range(8)),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(11))
+    with isolated_random_state(seed=11):
+        assert torch.equal(torch.rand(2), expected)
+    assert asked == seeded == touched and restored == [(f"state of {gpu}", gpu) for gpu in touched]
+
+
 @pytest.mark.parametrize(
     ("baseline", "options", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from otb.baselines import declare
+from otb.baselines.weighted_mean import lowest_reward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,5 +20,8 @@ def opo(rollouts: RolloutGroups) -> Tensor:
     It is 0 where no scored rollout of the group has an own token.
     """
     weights = rollouts.lengths * rollouts.scored
-    weighted = (weights * rollouts.rewards.nan_to_num()).sum(dim=1, keepdim=True)
-    return (weighted / weights.sum(dim=1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+    total = weights.sum(dim=1, keepdim=True)  # (P, 1)
+    lowest = lowest_reward(rollouts)  # (P, 1)
+    weighted = (weights * (rollouts.rewards - lowest).nan_to_num()).sum(dim=1, keepdim=True)
+    mean = lowest + weighted / total.clamp(min=1)
+    return (mean * (total > 0)).unsqueeze(-1)

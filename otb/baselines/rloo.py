@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from otb.baselines import declare
+from otb.baselines.weighted_mean import lowest_reward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +19,9 @@ def rloo(rollouts: RolloutGroups) -> Tensor:
 
     The only scored rollout of a group has no others: its baseline is 0.
     """
-    rewards = rollouts.rewards.nan_to_num()  # an unscored rollout counts for nothing
+    lowest = lowest_reward(rollouts)  # (P, 1)
+    rewards = (rollouts.rewards - lowest).nan_to_num()  # an unscored rollout counts for nothing
     total = rewards.sum(dim=1, keepdim=True)  # (P, 1)
     others = rollouts.scored.sum(dim=1, keepdim=True) - rollouts.scored.int()  # (P, G)
-    return ((total - rewards) * (others > 0) / others.clamp(min=1)).unsqueeze(-1)
+    mean = lowest + (total - rewards) / others.clamp(min=1)
+    return (mean * (others > 0)).unsqueeze(-1)

@@ -28,11 +28,23 @@ def lowest_return(rollouts: RolloutGroups) -> Tensor:
 
     Deviation: the reference weighs the returns as they are, and eps pulls its mean towards 0 where the weights are
     tiny. Counted from the smallest, the mean never leaves the range of the returns, and equal rewards give exactly
-    equal baselines. With rewards whose smallest is 0 the two are the same number (README, Choices).
+    equal baselines. With rewards whose smallest is 0 the two are the same number (docs/choices.md).
     """
-    scored = rollouts.scored.unsqueeze(-1)
-    lowest = rollouts.returns.masked_fill(~scored, float("inf")).amin(dim=1, keepdim=True)
-    return lowest.masked_fill(~scored.any(dim=1, keepdim=True), 0)
+    return lowest_of(rollouts.returns, rollouts.scored.unsqueeze(-1))
+
+
+def lowest_reward(rollouts: RolloutGroups) -> Tensor:
+    """Returns the smallest reward of each group's scored rollouts, 0 where none is scored. -> (P, 1).
+
+    A mean of equal rewards counted from it is exactly that reward: a sum of many .7 is rounded, one of 0 is not.
+    """
+    return lowest_of(rollouts.rewards, rollouts.scored)
+
+
+def lowest_of(values: Tensor, counted: Tensor) -> Tensor:
+    """Returns the smallest counted value of each group, 0 where none counts. (P, G, ...) -> (P, 1, ...)."""
+    lowest = values.masked_fill(~counted, float("inf")).amin(dim=1, keepdim=True)
+    return lowest.masked_fill(~counted.any(dim=1, keepdim=True), 0)
 
 
 def weighted_sums(returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +87,23 @@ def mean_of_others(rollouts: RolloutGroups, weights: Tensor | None = None, other
         weights = rollouts.scored.unsqueeze(-1).to(rollouts.rewards.dtype)
     denominator = sum_of_others(weights)
     mean = sum_of_others(weights * rollouts.returns) / denominator
-    return mean.where(denominator > 0, otherwise)
+    return mean.clamp(*range_of_others(rollouts)).where(denominator > 0, otherwise)
+
+
+def range_of_others(rollouts: RolloutGroups) -> tuple[Tensor, Tensor]:
+    """Returns the smallest and the largest return of the other scored rollouts, (P, G, 1 or T) each.
+
+    A mean leaves this range by rounding alone, so that in it the mean of equal returns is exactly that return. Where
+    there are no others the two mean nothing.
+    """
+    import torch
+
+    unscored, bounds = ~rollouts.scored.unsqueeze(-1), []
+    for largest, last in ((False, float("inf")), (True, float("-inf"))):
+        returns = rollouts.returns.masked_fill(unscored, last)
+        most = returns.topk(min(2, rollouts.group_size), dim=1, largest=largest).values
+        bounds.append(torch.where(returns == most[:, :1], most[:, -1:], most[:, :1]))  # one's own is not among them
+    return bounds[0], bounds[1]
 
 
 def sum_of_others(values: Tensor) -> Tensor:

@@ -137,12 +137,25 @@ def _grade_cheaply(answer: str | None, reference: str) -> Grade | None:
     return Grade(Outcome.CORRECT if a == b else Outcome.WRONG, answer)
 
 
-@lru_cache(maxsize=8192)  # a group of rollouts repeats its answers, and a timeout should cost its seconds once
+class _ComparisonFailed(Exception):
+    """A comparison ended in an error, which need not happen again."""
+
+
 def _grade_by_math_verify(answer: str, reference: str) -> Grade:
     """Returns the grade that a comparison in a process of the pool gives."""
+    try:
+        return _verdict_of_math_verify(answer, reference)
+    except _ComparisonFailed as failure:
+        return Grade(Outcome.GRADER_ERROR, answer, str(failure))
+
+
+@lru_cache(maxsize=8192)  # a group of rollouts repeats its answers, and a timeout should cost its seconds once
+def _verdict_of_math_verify(answer: str, reference: str) -> Grade:
+    """Returns the grade that is the same whenever it is asked for. Raises _ComparisonFailed, which is not kept."""
     verdict, detail = _pool.compare(normalised(answer), normalised(reference))
-    outcome = {"timeout": Outcome.GRADER_TIMEOUT, "error": Outcome.GRADER_ERROR}.get(verdict)
-    return Grade(outcome or Outcome(verdict), answer, detail)
+    if verdict == "error":
+        raise _ComparisonFailed(detail)
+    return Grade(Outcome.GRADER_TIMEOUT if verdict == "timeout" else Outcome(verdict), answer, detail)
 
 
 def normalised(answer: str) -> str:
