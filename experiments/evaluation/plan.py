@@ -59,7 +59,7 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        """What people call the policy."""
+        """Returns what people call the policy: the name of its run, of its checkpoint or of its model."""
         if self.run is not None:
             path = self.run.path.resolve()
             return f"{path.parent.name}-{path.name}"
@@ -70,7 +70,7 @@ class Plan:
 
     @cached_property
     def weights(self) -> dict:
-        """What tells a policy from others of the same name: the same path may hold another one tomorrow."""
+        """Returns what tells a policy from others of its name, as the same path may hold another one tomorrow."""
         if self.run is not None:
             return {"run": first_start(self.run)}
         found = weights_digest(self.cfg.model, self.cfg.checkpoint)
