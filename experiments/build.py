@@ -83,10 +83,15 @@ def is_off(cfg: DictConfig, group: str) -> bool:
     return (cfg.get(group) or {}).get("_target_") is None
 
 
+def uses_tools(cfg: DictConfig) -> bool:
+    """Tells whether the task of a configuration needs a sandbox."""
+    return build(cfg, "task").environment is not None
+
+
 @contextmanager
 def opened_sandbox(cfg: DictConfig) -> Iterator[Sandbox | None]:
     """Yields the sandbox of a task with tools, which it tries first; None for another task. Raises RunError."""
-    if build(cfg, "task").environment is None:
+    if not uses_tools(cfg):
         yield None
         return
     with closing(build(cfg, "sandbox")) as sandbox:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig
 
+from otb.errors import RunError
+from otb.files import sha256_of
+from otb.policies.folders import ADAPTER, WEIGHT_FILES, base_of
 from otb.records import WHERE_AND_HOW, flatten, is_as_before, is_one_of
 
 NAMED = ("baseline", "group_size", "seed", "task", "model")  # keys that the path shows in places of their own
 LONGEST = 120  # characters of all overrides in a name; file systems end at 255 bytes
 LONGEST_VALUE = 32  # characters of one value, once a name is shortened
-# Keys of model and task that measurements and evaluations before them lack.
-LATER_IN_GROUPS = ("attn_implementation", "gguf_file", "instruction")
+NOT_OF_A_PROGRAM = ("workers", "url")  # keys of `sandbox` that change nothing that a program prints
 SEPARATORS = re.compile(r"[^\w=.,+-]+")  # what a name shows as _
 
 
@@ -28,12 +31,7 @@ def run_path(cfg: DictConfig, overrides: list[str], choices: dict[str, str]) -> 
     overrides: the command line's task overrides; choices: Hydra's runtime choices per group.
     """
     folder = Path(cfg.runs_dir).expanduser() / f"{choices['task']}-{choices['model']}"
-    identifying = identifying_overrides(overrides)
-    path = folder / (short_name(cfg, choices) + suffix(identifying))
-    former = folder / (short_name(cfg, choices) + former_suffix(identifying))
-    if not cfg.overwrite and not (path / "config.yaml").exists() and (former / "config.yaml").exists():
-        return former  # made before values were shortened: the same command goes on there
-    return path
+    return folder / (short_name(cfg, choices) + suffix(identifying_overrides(overrides)))
 
 
 def short_name(cfg: DictConfig, choices: dict[str, str]) -> str:
@@ -83,12 +81,6 @@ def shown_value(value: str) -> str:
     return SEPARATORS.sub("_", last_part.replace("=", "_")).strip("_")[:LONGEST_VALUE]
 
 
-def former_suffix(overrides: list[str]) -> str:
-    """Returns the suffix that earlier versions gave the same overrides: whole paths, cut anywhere."""
-    name = "".join("-" + SEPARATORS.sub("_", override).strip("_") for override in overrides)
-    return name if len(name) <= LONGEST else f"{name[:100]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
-
-
 # ---- what makes two configurations the same run
 
 
@@ -101,11 +93,9 @@ def identity(config: dict) -> dict[str, object]:
     return {key: value for key, value in pairs.items() if not is_as_before(key, value)}
 
 
-def without_later(value):
-    """Returns a group of keys without those of LATER_IN_GROUPS that are null, so that digests stay what they were."""
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if item is not None or key not in LATER_IN_GROUPS}
+def kept_keys(config: dict, group: str) -> dict:
+    """Returns the keys of a group on which measurements and evaluations depend: none that has its value from before."""
+    return {key: value for key, value in config[group].items() if not is_as_before(f"{group}.{key}", value)}
 
 
 def difference(old: dict, new: dict) -> list[str]:
@@ -117,3 +107,52 @@ def difference(old: dict, new: dict) -> list[str]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key, absent) != after.get(key, absent)
     ]
+
+
+# ---- what measurements and evaluations of one policy share, beside its name
+
+
+def of_sandbox(config: dict) -> dict:
+    """Returns the keys of `sandbox` on which what a program prints depends."""
+    return {key: value for key, value in config["sandbox"].items() if key not in NOT_OF_A_PROGRAM}
+
+
+def weights_digest(model: DictConfig, checkpoint: str | None) -> str | None:
+    """Returns a digest of the weights that lie in files here: the same path may hold others tomorrow.
+
+    model: the group of this name. None where no file here does: a hub id, and the recipe of the tiny policy, say by
+    themselves what they are. Raises RunError for a folder without weights.
+    """
+    found = weights(model, checkpoint)
+    digests = [sha256_of(place) if place.is_file() else folder_digest(place, key) for key, place in found]
+    if len(digests) > 1:  # an adapter's and its base's
+        return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
+    return digests[0] if digests else None
+
+
+def weights(model: DictConfig, checkpoint: str | None) -> Iterator[tuple[str, Path]]:
+    """Yields the folders, or the GGUF file, that a policy's weights are read from, each with the key that names it."""
+    if checkpoint is not None:
+        folder = Path(str(checkpoint)).expanduser()
+        yield "checkpoint", folder
+        if not (folder / ADAPTER).is_file():
+            return
+    folder = Path(str(model.name)).expanduser()
+    if str(model.name) == "tiny" or not folder.is_dir():
+        return
+    gguf = folder / str(model.get("gguf_file"))
+    yield "model.name", gguf if gguf.is_file() else folder
+    base = base_of(folder)
+    if base is not None and (of_base := Path(base.name).expanduser()).is_dir():
+        yield "base_model_name_or_path", of_base
+
+
+def folder_digest(folder: Path, key: str) -> str:
+    """Returns a digest of the weights in a folder. Raises RunError where it holds none; key: what named it."""
+    files = next((files for pattern in WEIGHT_FILES if (files := sorted(folder.glob(pattern)))), None)
+    if files is None:
+        raise RunError(
+            f"{key}={folder} holds no {' and no '.join(WEIGHT_FILES)}. Give a folder with weights, such as "
+            "RUN/checkpoints/step-XXXXXXXX."
+        )
+    return hashlib.sha256(b"".join(bytes.fromhex(sha256_of(file)) for file in files)).hexdigest()

@@ -239,8 +239,8 @@ class RunTrainer(EvaluatingTrainer):
         path = self._save_rollouts(f"failed-{step:08d}" + (f"-rank{rank}" if rank else ""), groups=None)
         raise RunError(
             f"{name}={float(value)} at step {step}; it must be finite, and training stops before the weights change. "
-            f"The rollouts that caused it ({path.name}): python -m otb.show {self.directory.path} --step {step}. "
-            "Try a smaller learning_rate."
+            f"The rollouts that caused it ({path.name}): python -m analysis.runs.show {self.directory.path} --step "
+            f"{step}. Try a smaller learning_rate."
         )
 
     # ---- evaluation

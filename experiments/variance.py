@@ -21,14 +21,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import checks
-from experiments.build import opened_sandbox
+from experiments.build import opened_sandbox, uses_tools
 from experiments.checks.files import check_files, check_training_rows
 from experiments.checks.values import check_true_or_false, check_whole_numbers
 from experiments.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
-from experiments.identity import without_later
+from experiments.identity import kept_keys, of_sandbox, weights_digest
 from experiments.run_lock import RunLock
 from otb.errors import RunError
-from otb.files import sha256_of
 from otb.records import write_atomically
 
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
@@ -112,20 +111,13 @@ def estimators(cfg: DictConfig) -> list[str]:
 def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
     """Returns runs_dir/variance/TASK-MODEL[-STEP]-DIGEST, the digest of all that a stored measurement depends on."""
     config = OmegaConf.to_container(cfg, resolve=True)
-    identity = {key: without_later(config[key]) for key in MEASUREMENT}
-    if cfg.checkpoint is not None:  # by its weights: the same path may hold another policy after overwrite=true
-        identity["checkpoint"] = weights_digest(Path(cfg.checkpoint).expanduser())
+    identity = {key: config[key] for key in MEASUREMENT} | {key: kept_keys(config, key) for key in ("task", "model")}
+    identity["checkpoint"] = weights_digest(cfg.model, cfg.checkpoint)
+    if uses_tools(cfg):
+        identity["sandbox"] = of_sandbox(config)
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
     checkpoint = [] if cfg.checkpoint is None else [Path(cfg.checkpoint).name]
     return Path(cfg.runs_dir) / "variance" / "-".join([choices["task"], choices["model"], *checkpoint, digest])
-
-
-def weights_digest(checkpoint: Path) -> str:
-    """Returns a digest of the weights in a checkpoint. Raises RunError where the folder holds none."""
-    files = sorted(checkpoint.glob("*.safetensors"))
-    if not files:
-        raise RunError(f"checkpoint={checkpoint} holds no *.safetensors. Give RUN/checkpoints/step-XXXXXXXX.")
-    return hashlib.sha256(b"".join(bytes.fromhex(sha256_of(file)) for file in files)).hexdigest()
 
 
 def command_line(arguments: list[str]) -> None:

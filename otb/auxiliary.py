@@ -81,6 +81,15 @@ class MultiTokenPrediction:
         return self.mode == "occ" or (self.ratio_to == "head" and self.mode in ("policy", "occ_as_code"))
 
 
+def refuse_both(improvement: object | None, auxiliary: object | None) -> None:
+    """Raises ValueError for a head beside improvement updates. None: there is none of the two."""
+    if improvement is not None and auxiliary is not None:
+        raise ValueError(
+            "improvement= trains on the last batch once more, and what an auxiliary head's changes would be measured "
+            "against there has not been worked out. Leave out improvement=, or auxiliary=."
+        )
+
+
 def refuse_auxiliary(args: Any, auxiliary: MultiTokenPrediction, lora: Any = None, optimizers: Any = None) -> None:
     """Raises ValueError for options that a head cannot work with, or has not been tested with.
 

@@ -57,7 +57,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from otb import adapters, baselines, exact_norms
 from otb.advantages import advantages as advantages_of
-from otb.auxiliary import MultiTokenPrediction, refuse_auxiliary
+from otb.auxiliary import MultiTokenPrediction, refuse_auxiliary, refuse_both
 from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
 from otb.improvement import PolicyImprovement
@@ -215,11 +215,7 @@ class OTBTrainer(MeasuringTrainer):
     def _refuse_before_loading(self, given: dict[str, Any], auxiliary: MultiTokenPrediction | None) -> None:
         """Raises ValueError for what options alone show. given: arguments of GRPOTrainer by name."""
         args, baseline, model = given["args"], self.baseline, given["model"]
-        if self.improvement is not None and auxiliary is not None:
-            raise ValueError(
-                "improvement= trains on the last batch once more, and what an auxiliary head's changes would be "
-                "measured against there has not been worked out. Use improvement=None, or auxiliary=None."
-            )
+        refuse_both(self.improvement, auxiliary)
         if args is not None:
             needs_scores = self._needs_score_norms or baselines.needs_scores(baseline)
             refuse_options(args, baseline, needs_scores, self.token_weights is not None)

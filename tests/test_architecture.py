@@ -71,6 +71,12 @@ def test_analysis_imports_only_the_records_and_itself():
         assert outside <= ANALYSIS_MAY_IMPORT, path.name
 
 
+def test_the_library_neither_imports_nor_starts_what_is_built_on_it():
+    for path in (ROOT / "otb").rglob("*.py"):
+        assert {name.split(".")[0] for name in imports_of(path)} <= {"otb"}, path.name
+        assert "runpy" not in path.read_text(encoding="utf8"), path.name
+
+
 @pytest.mark.parametrize("leaf", LEAF_MAY_IMPORT)
 def test_leaves_import_nothing_of_the_project_beyond_what_is_listed(leaf):
     assert imports_of(ROOT / "otb" / f"{leaf.replace('.', '/')}.py") <= LEAF_MAY_IMPORT[leaf]

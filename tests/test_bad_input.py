@@ -165,6 +165,7 @@ SETTINGS = {
     "token_weights.power=2": ("token_weights.power=2", "takes no options", "Add token_weights=arca"),
     "token_weights=surprisal token_weights.power=0": ("power=0", "must be above 0", "Try token_weights.power=1"),
     "token_weights=uniform trainer.loss_type=vespo baseline=rloo": ("vespo", "token_weights has one per", "Use 'dr_"),
+    "improvement=pipo auxiliary=mtp_ce": ("has not been worked out", "Leave out improvement=, or auxiliary="),
     "auxiliary=mtp": ("num_iterations=1", "one update per batch", "Use trainer.num_iterations=2"),
     "auxiliary=mtp auxiliary.mode=ocd": ("auxiliary.mode=ocd", "is not one of detach, ce", "Did you mean occ?"),
     "auxiliary=mtp auxiliary.mode=ce auxiliary.weight=0": ("weight=0", "above 0", "Try auxiliary.weight=0.1"),

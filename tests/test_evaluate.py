@@ -12,10 +12,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from analysis.evaluations import measures, read_samples
+from experiments.build import uses_tools
 from experiments.evaluation.command import check_files, plan
 from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
-from experiments.evaluation.plan import uses_tools
 from otb.errors import RunError
+from otb.files import sha256_of
 from otb.records import RunDirectory
 from tests.support import commands
 from tests.support.commands import ROOT, rows, wait_for
@@ -264,9 +265,25 @@ def test_all_checkpoints_of_a_run_are_evaluated_as_each_would_be_by_itself(name,
         alone = tmp_path / f"alone-{step}"
         evaluated(log, alone, policy, checkpoint=run.checkpoint(step))
         assert mine.samples_file.read_bytes() == the_evaluation(alone).samples_file.read_bytes()
-        assert json.loads((mine.path / "environment.json").read_text())["model"] == str(run.checkpoint(step))
+        for folder in (mine, the_evaluation(alone)):
+            facts = json.loads((folder.path / "environment.json").read_text())
+            file = run.checkpoint(step) / f"{'adapter_' * (name == 'adapter')}model.safetensors"
+            assert facts["model"] == str(file.parent) and facts["model_sha256"][file.name] == sha256_of(file)
+            assert facts.get("model_base", {}).get("model") == (str(policy) if name == "adapter" else None)
         digests.add(mine.samples_file.read_bytes())
     assert len(digests) == len(steps) == 1 + (len(steps) > 1)
+
+
+def test_an_adapter_is_loaded_once_for_all_tasks(runs, policy, monkeypatch):
+    from experiments.evaluation import weights
+
+    loaded, load_model = [], weights.load_model
+    monkeypatch.setattr(weights, "load_model", lambda *given: loaded.append(given) or load_model(*given))
+    (cfg,) = planned(f"model.name={policy}").configurations.values()
+    policies, run = weights.Policies(lambda *progress: None), runs["adapter"]
+    checkpoint = run.checkpoint(run.checkpoint_steps()[-1])
+    assert [policies.load(cfg, None, checkpoint) for _ in range(2)] == [True, False] and len(loaded) == 1
+    assert (policies.source, policies.base) == (str(checkpoint), str(policy))
 
 
 def test_two_processes_draw_of_a_run_what_one_draws(runs, tmp_path, log):

@@ -1,21 +1,23 @@
 """Names of run directories: what is typed is what is seen, no two commands share one, and docs/runs.md is true."""
 
+import json
 import re
 
 import pytest
 from omegaconf import OmegaConf
 
 from experiments.command_line import accept_open_keys, quoted
-from experiments.identity import difference, run_path
+from experiments.identity import difference, run_path, weights_digest
 from otb import errors
+from otb.errors import RunError
 from otb.records import WHERE_AND_HOW
 from tests.support.commands import ROOT
 
 CHOICES = {"task": "arithmetic", "model": "tiny", "baseline": "otb"}
 
 
-def path(runs_dir, *overrides: str, overwrite: bool = False):
-    cfg = OmegaConf.create({"runs_dir": str(runs_dir), "group_size": 4, "seed": 0, "overwrite": overwrite})
+def path(runs_dir, *overrides: str):
+    cfg = OmegaConf.create({"runs_dir": str(runs_dir), "group_size": 4, "seed": 0})
     return run_path(cfg, list(overrides), CHOICES)
 
 
@@ -82,27 +84,6 @@ def test_a_name_does_not_depend_on_the_order_of_the_overrides():
     assert name(*overrides) == name(*reversed(overrides))
 
 
-def test_a_run_under_the_long_name_that_earlier_versions_gave_it_is_found_again(tmp_path):
-    folder = tmp_path / "arithmetic-tiny"
-    command = ["model.name=/home/someone/SmolLM2", "task.train_prompts=10"]
-    new = path(tmp_path, *command)
-    former = folder / "otb-n4-seed0-model.name=_home_someone_SmolLM2-task.train_prompts=10"
-    assert new.parent == folder and new != former
-    former.mkdir(parents=True)
-    assert path(tmp_path, *command) == new  # an empty folder is no run
-    (former / "config.yaml").touch()
-    assert path(tmp_path, *command) == former
-    assert path(tmp_path, *command, overwrite=True) == new
-    new.mkdir()
-    (new / "config.yaml").touch()
-    assert path(tmp_path, *command) == new  # it was started anew
-    longer = [*command, *(f"trainer.option_number_{i}=1" for i in range(9))]
-    cut = f"{former.name}-trainer.option_number_0=1-trainer.option_num-c63bdaed14"
-    (folder / cut).mkdir()
-    (folder / cut / "config.yaml").touch()
-    assert path(tmp_path, *longer).name == cut
-
-
 def test_configurations_differ_in_what_identifies_a_run_and_in_nothing_else():
     old = {"steps": 80, "seed": 0, "model": {"name": "tiny", "lora": {}}, "rollouts": {"every": 20}}
     assert difference(old, {**old, "steps": 500, "rollouts": {"every": 1}, "runs_dir": "elsewhere"}) == []
@@ -120,6 +101,54 @@ def test_the_revision_of_a_hub_id_is_no_part_of_a_run_on_local_rows(tmp_path):
 
     assert difference(config(tmp_path, None), config(tmp_path, "v1")) == ["task.evaluation.revision: None -> v1"]
     assert difference(config("a/b", None), config("a/b", "v1"))[1:] == ["task.revision: None -> v1"]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Folders with weights: of a model, of an adapter on it, and of a model as a GGUF file."""
+    made = {name: tmp_path / name for name in ("model", "adapter", "gguf")}
+    files = {"model": "model.safetensors", "adapter": "adapter_model.safetensors", "gguf": "model.gguf"}
+    for name, folder in made.items():
+        folder.mkdir()
+        (folder / files[name]).write_text(name)
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(made["model"])}
+    (made["adapter"] / "adapter_config.json").write_text(json.dumps(config))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpoint", "files"),
+    [
+        ("model", None, ["model/model.safetensors"]),
+        ("gguf", None, ["gguf/model.gguf"]),
+        ("tiny", "model", ["model/model.safetensors"]),
+        ("tiny", "adapter", ["adapter/adapter_model.safetensors"]),
+        ("model", "adapter", ["adapter/adapter_model.safetensors", "model/model.safetensors"]),
+        ("adapter", None, ["adapter/adapter_model.safetensors", "model/model.safetensors"]),
+        ("gguf", "model", ["model/model.safetensors"]),  # the whole policy: nothing is read of the model
+    ],
+)
+def test_weights_have_another_digest_after_a_file_that_is_read_has_been_rebuilt_and_no_other(
+    folders, model, checkpoint, files
+):
+    group = OmegaConf.create({"name": str(folders.get(model, model)), "gguf_file": "model.gguf"})
+
+    def digest():
+        return weights_digest(group, None if checkpoint is None else folders[checkpoint])
+
+    read = [file for file in sorted(folders["model"].parent.glob("*/*model.*"))]
+    for file in read:
+        before, content = digest(), file.read_text()
+        file.write_text("rebuilt")
+        assert (digest() != before) == (str(file.relative_to(file.parents[1])) in files)
+        file.write_text(content)
+
+
+def test_weights_that_lie_in_no_file_here_have_no_digest_and_a_folder_without_any_is_refused(tmp_path):
+    for name in ("tiny", "Qwen/Qwen2.5-0.5B"):
+        assert weights_digest(OmegaConf.create({"name": name}), None) is None
+    with pytest.raises(RunError, match=r"checkpoint=.* holds no \*.safetensors and no \*.bin. Give a folder with"):
+        weights_digest(OmegaConf.create({"name": "tiny"}), str(tmp_path))
 
 
 def test_documented_list_of_keys_that_say_only_where_and_how_is_the_one_in_the_code():

@@ -234,7 +234,7 @@ def test_an_infinite_loss_stops_with_its_step_and_rollouts_before_the_weights_ch
     code, printed = commands.run(given, log, OTB_TEST_INFINITE_REWARD="1")
     assert code == REFUSED
     assert "at step 5; it must be finite, and training stops before the weights change" in printed
-    assert f"python -m otb.show {run} --step 5" in printed and "Traceback" not in printed
+    assert f"python -m analysis.runs.show {run} --step 5" in printed and "Traceback" not in printed
     status = RunDirectory(run).status()
     assert (status["state"], status["step"]) == ("failed", 4)
     rollouts = pd.read_parquet(run / "rollouts" / "failed-00000005.parquet")

@@ -1,4 +1,4 @@
-"""python -m otb.show: a prompt group in the terminal."""
+"""python -m analysis.runs.show: a prompt group in the terminal."""
 
 import io
 

@@ -14,6 +14,7 @@ from otb import OTBTrainer
 from otb.auxiliary import MultiTokenPrediction
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
+from otb.improvement import PolicyImprovement
 from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.mtp import predicted
 from tests.support import trainers
@@ -293,6 +294,8 @@ def test_models_and_options_that_do_not_fit_are_refused_by_the_trainer(tmp_path,
 
     with pytest.raises(ValueError, match="an adapter of LoRA beside an auxiliary head"):
         build(peft_config=SimpleNamespace(r=4))
+    with pytest.raises(ValueError, match="Leave out improvement=, or auxiliary="):
+        build(improvement=PolicyImprovement("pipo"))
     untrained.config.model_type = "gpt2"
     with pytest.raises(ValueError, match="model_type=gpt2: an auxiliary head is one more layer"):
         build()

@@ -6,7 +6,9 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
+from hydra import compose, initialize_config_dir
 
+from experiments.variance import apply_quick, check, directory
 from otb.laboratory.scores import Measured
 from otb.records import RunDirectory
 from tests.support import commands
@@ -140,6 +142,23 @@ def test_adapter_is_measured_in_its_own_parameters(policy, runs, tmp_path, log, 
     assert "energy_ratio" not in pd.read_csv(folder / "estimators.csv")
 
 
+def test_a_measurement_is_of_the_weights_and_of_the_sandbox_where_programs_run(policy, tmp_path):
+    shutil.copytree(policy, tmp_path / "policy")
+    weights = tmp_path / "policy" / "model.safetensors"
+
+    def found(*overrides: str):
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            cfg = compose("variance", overrides=list(overrides))
+        return directory(cfg, {"task": "arithmetic", "model": "tiny"})
+
+    plain, tools, of_folder = [], ["task=arithmetic_tools"], [f"model.name={tmp_path / 'policy'}"]
+    before = found(*of_folder)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"1")
+    assert found(*of_folder) != before
+    assert found(*plain, "sandbox.limits.wall_seconds=9") == found(*plain, "sandbox.workers=2") == found(*plain)
+    assert found(*tools, "sandbox.workers=2") == found(*tools) != found(*tools, "sandbox.limits.wall_seconds=9")
+
+
 # ---- what is refused
 
 REFUSED = {
@@ -192,10 +211,6 @@ def test_a_policy_that_is_not_sampled_from_its_softmax_is_refused(policy, tmp_pa
 
 
 def test_quick_changes_what_the_command_line_does_not_set():
-    from hydra import compose, initialize_config_dir
-
-    from experiments.variance import apply_quick, check
-
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("variance", overrides=["quick=true", "samples=40"])
         apply_quick(cfg, ["quick", "samples"])

@@ -136,7 +136,7 @@ class GroupView {
   }
 }
 
-// Returns what stands above a rollout's tokens, in the words of `otb.show`: [text, class] each.
+// Returns what stands above a rollout's tokens, in the words of `analysis.runs.show`: [text, class] each.
 function headline(rollout) {
   const facts = [[rollout.reward === null ? "unscored" : `reward ${written(rollout.reward)}`, "reward"]];
   facts.push([`${rollout.length.toLocaleString("en")} tokens`, ""]);

@@ -1,6 +1,7 @@
-"""Prints a prompt group of a run, its tokens coloured: `python -m otb.show RUN [--step S] [--prompt P] [--by energy]`.
+"""Prints a prompt group of a run, its tokens coloured: `python -m analysis.runs.show RUN`.
 
-Reads the samples in rollouts/, which experiments/run_trainer.py writes; needs neither torch nor the model.
+Options: --step S, --prompt P, --by energy. It reads the samples in rollouts/, which experiments/run_trainer.py writes;
+needs neither torch nor the model.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m otb.show", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.runs.show", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--step", type=int, help="step of the samples; default: the last one kept")
     parser.add_argument("--prompt", type=int, default=0, help="which prompt group of the step, from 0; default: 0")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.build import is_off
-from otb.auxiliary import MultiTokenPrediction, refuse_auxiliary
+from otb.auxiliary import MultiTokenPrediction, refuse_auxiliary, refuse_both
 from otb.errors import RunError
 
 
@@ -18,12 +18,8 @@ def check_auxiliary(cfg: DictConfig, head: MultiTokenPrediction) -> None:
             f"parallel={cfg.parallel.name} divides the policy's weights over the processes, and an auxiliary head "
             "reads whole ones. Use parallel=ddp, or auxiliary=none."
         )
-    if not is_off(cfg, "improvement"):
-        raise RunError(
-            "improvement= trains on the last batch once more, and what an auxiliary head's changes would be measured "
-            "against there has not been worked out. Use improvement=none, or auxiliary=none."
-        )
     try:
+        refuse_both(None if is_off(cfg, "improvement") else cfg.improvement, head)
         options = OmegaConf.to_container(cfg.trainer, resolve=True)
         refuse_auxiliary(SimpleNamespace(**options), head, OmegaConf.to_container(cfg.model).get("lora"))
     except ValueError as error:

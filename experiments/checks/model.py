@@ -30,6 +30,7 @@ DTYPES = ("float32", "bfloat16")  # float16 weights cannot be trained: their gra
 
 
 def check_model(cfg: DictConfig) -> None:
+    """Raises RunError for keys of `model` that name no policy, or that the one they name cannot be trained with."""
     _check_keys(cfg)
     if OmegaConf.is_missing(cfg.model, "name"):
         raise RunError("model.name is not set, and model=hub needs it. Add model.name=OWNER/NAME, or a folder.")

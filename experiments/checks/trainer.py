@@ -92,6 +92,7 @@ FSDP2_KEYS = frozenset(  # of fsdp_config that transformers reads with version 2
 
 
 def check_trainer(cfg: DictConfig) -> None:
+    """Raises RunError for keys of `trainer` that TRL does not know, or whose values it would stumble over later."""
     _check_options("trainer", cfg.trainer)
     for key in NON_NEGATIVE:
         value = cfg.trainer.get(key)

@@ -204,7 +204,10 @@ class Evaluator:
     def _note_start(self, folder: EvaluationFolder, inputs: Inputs, checkpoint: Checkpoint) -> None:
         """Writes config.yaml and environment.json."""
         write_atomically(folder.config_file, OmegaConf.to_yaml(inputs.cfg, resolve=True))
-        facts = model_facts(self.policies.source, inputs.cfg.model.revision) | {"data": data_facts(inputs)}
+        revision = inputs.cfg.model.revision
+        facts = model_facts(self.policies.source, revision) | {"data": data_facts(inputs)}
+        if self.policies.base is not None:
+            facts["model_base"] = model_facts(self.policies.base, revision)
         if checkpoint.step is not None:
             facts["model"] = str(checkpoint.path)  # not where it is held meanwhile
         command = ["python", "experiments/evaluate.py", *(argument.lstrip("+") for argument in sys.argv[1:])]

@@ -13,11 +13,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import build
+from experiments.build import uses_tools
 from experiments.evaluation.folder import EvaluationFolder, samples_together
-from experiments.identity import without_later
-from experiments.variance import weights_digest
-from otb.files import sha256_of
+from experiments.identity import kept_keys, of_sandbox, weights_digest
 from otb.records import RunDirectory
 
 OF_A_SAMPLE = ("name", "tensor_parallel")  # keys of `rollouts_by` on which a sample depends
@@ -61,7 +59,7 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        """What people call the policy."""
+        """Returns what people call the policy: the name of its run, of its checkpoint or of its model."""
         if self.run is not None:
             path = self.run.path.resolve()
             return f"{path.parent.name}-{path.name}"
@@ -72,14 +70,11 @@ class Plan:
 
     @cached_property
     def weights(self) -> dict:
-        """What tells a policy from others of the same name: the same path may hold another one tomorrow."""
+        """Returns what tells a policy from others of its name, as the same path may hold another one tomorrow."""
         if self.run is not None:
             return {"run": first_start(self.run)}
-        folder = Path(str(self.cfg.checkpoint or self.cfg.model.name)).expanduser()
-        gguf = folder / str(self.cfg.model.get("gguf_file"))
-        if self.cfg.checkpoint is None and gguf.is_file():
-            return {"weights": sha256_of(gguf)}
-        return {"weights": weights_digest(folder)} if folder.is_dir() else {}
+        found = weights_digest(self.cfg.model, self.cfg.checkpoint)
+        return {} if found is None else {"weights": found}
 
     # ---- folders
 
@@ -97,16 +92,14 @@ class Plan:
     def identity(self, cfg: DictConfig) -> dict:
         """Returns everything that the samples of an evaluation depend on; k is not among it."""
         config = OmegaConf.to_container(cfg, resolve=True)
-        config |= {group: without_later(config[group]) for group in ("task", "model")}
+        config |= {group: kept_keys(config, group) for group in ("task", "model")}
         kept = {key: config[key] for key in ("task", "temperature", "seed", "rollouts_per_batch")}
         kept["samples_together"] = samples_together(cfg.k)
         kept["trainer"] = {key: value for key, value in config["trainer"].items() if key != "use_cpu"}
         kept["rollouts_by"] = {key: value for key, value in config["rollouts_by"].items() if key in OF_A_SAMPLE}
         kept["model"] = {key: value for key, value in config["model"].items() if key not in OF_TRAINING}
         if uses_tools(cfg):
-            kept["sandbox"] = {
-                key: config["sandbox"][key] for key in config["sandbox"] if key not in ("workers", "url")
-            }
+            kept["sandbox"] = of_sandbox(config)
         return kept | self.weights
 
     def held(self, step: int) -> Path:
@@ -132,11 +125,6 @@ class Plan:
         """Returns the configuration by which the sandbox is opened: of a task with tools, where there is one."""
         configurations = list(self.configurations.values())
         return next((cfg for cfg in configurations if uses_tools(cfg)), configurations[0])
-
-
-def uses_tools(cfg: DictConfig) -> bool:
-    """Tells whether the task of a configuration needs a sandbox."""
-    return build(cfg, "task").environment is not None
 
 
 def digest(facts) -> str:

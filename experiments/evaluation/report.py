@@ -35,7 +35,7 @@ def report(plan: Plan) -> None:
 
 
 def results_table(found: list[dict]) -> Table:
-    """found: results.json of each evaluation."""
+    """Returns the table of results with a row per evaluation. found: results.json of each."""
     k = found[0]["k"]
     columns = {"avg_at_k": f"avg@{k}", "pass_at_k": f"pass@{k}", "maj_at_k": f"maj@{k}", "truncated": "truncated"}
     columns |= {"cut_by_turns": "cut by turns", "right_and_ended": "right, ended", "right_not_ended": "right, cut"}
@@ -55,12 +55,12 @@ def results_table(found: list[dict]) -> Table:
 
 
 def worth_a_column(name: str, rows: dict) -> bool:
-    """Shares of what happens rarely are shown where it happened."""
+    """Tells whether a measure has a column; shares of what happens rarely have one where it happened."""
     return name not in ("unscored", "cut_by_turns") or rows[name]["estimate"] > 0
 
 
 def cell(name: str, row: dict) -> str:
-    """The estimate with its interval; shares of samples that are no result by themselves go without."""
+    """Returns an estimate as text, with its interval; shares of samples that are no result by themselves go without."""
     if row["estimate"] is None:
         return "unknown"
     if name == "own_tokens":

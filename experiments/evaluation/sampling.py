@@ -37,7 +37,7 @@ class SamplingTrainer(ToolTrainer):
             self.max_tool_calling_iterations = task.max_turns - 1  # the last turn can only answer
 
     def weights_changed(self) -> None:
-        """vLLM, which has its own copy of the weights, takes them again before it samples."""
+        """Makes vLLM, which has its own copy of the weights, take them again before it samples."""
         self._last_loaded_step = -1
 
     def responses(self, rows: list[dict], seed: int) -> list[Response]:

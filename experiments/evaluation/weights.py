@@ -23,7 +23,8 @@ class Policies:
 
     def __init__(self, warm_start: Callable[[int, int, float], None]):
         self.model = None
-        self.source: str | None = None  # folder or hub id of the weights in the model
+        self.source: str | None = None  # folder or hub id of the weights in the model, of an adapter its own
+        self.base: str | None = None  # and of what the adapter is of; None without one
         self._warm_start = warm_start
 
     def load(self, cfg: DictConfig, task: Task, checkpoint: Path | None) -> bool:
@@ -34,15 +35,15 @@ class Policies:
         base, adapter = self._place(cfg, task, checkpoint)
         if (source := adapter or base) == self.source:
             return False
-        source, attention = sampled_source(cfg, base), cfg.model.get("attn_implementation")
-        model = load_model(source, cfg.model.revision, cfg.model.dtype, attention)
+        attention = cfg.model.get("attn_implementation")
+        model = load_model(sampled_source(cfg, base), cfg.model.revision, cfg.model.dtype, attention)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
         if self.model is None:
             self.model = model.eval()
         else:
             self.model.load_state_dict(model.state_dict())
-        self.source = source
+        self.source, self.base = source, None if adapter is None else base
         return True
 
     def _place(self, cfg: DictConfig, task: Task, checkpoint: Path | None) -> tuple[str, str | None]:

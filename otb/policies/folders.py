@@ -17,6 +17,7 @@ from otb.errors import RunError, first_line, unwritable
 from otb.files import whole_folder
 
 MADE_FROM = "made_from.json"  # the record
+WEIGHT_FILES = ("*.safetensors", "*.bin")
 ADAPTER = "adapter_config.json"  # peft's; a checkpoint of a run with LoRA holds it instead of a config.json
 
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from otb.errors import NOT_CACHED, RunError, first_line, no_model, not_from_the_hub, unwritable
 from otb.files import sha256_of
-from otb.policies.folders import MADE_FROM, Base, base_of
+from otb.policies.folders import MADE_FROM, WEIGHT_FILES, Base, base_of
 from otb.policies.gguf_files import unpacked
 from otb.policies.merged_adapters import merged
 from otb.policies.mimo import files_of_head
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 TINY = "tiny"
-WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 def describe_policy(
