@@ -123,7 +123,7 @@ def _check_parallel(cfg: DictConfig, processes: int) -> None:
 
 
 def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
-    node = cfg.rollouts_by
+    node, with_tools = cfg.rollouts_by, cfg.task.get("max_turns") is not None
     if node.name in SAMPLES_HERE:
         rows = node.rows
         if rows is not None and (type(rows) is not int or rows < 1):
@@ -132,6 +132,12 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             raise RunError(
                 f"rollouts_by.rows={rows} lets processes generate a different number of times, and "
                 f"parallel={cfg.parallel.name} has them gather weights together. Use rollouts_by=vllm, or rows=null."
+            )
+        if with_tools and cfg.parallel.name != "ddp":
+            raise RunError(
+                f"rollouts_by={node.name} with tools: rollouts call Python a different number of times, and "
+                f"parallel={cfg.parallel.name} has processes gather weights together for each token. Use "
+                "rollouts_by=vllm, or parallel=ddp."
             )
         if node.name == "hf_bfloat16":
             _check_sampler_copy(cfg)
@@ -145,6 +151,12 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             raise RunError(
                 f"rollouts_by.url={node.url} is no address of a server. Try rollouts_by.url=http://localhost:8000."
             )
+        if with_tools and processes > 1:
+            raise RunError(
+                f"rollouts_by=vllm_server with tools on {processes} processes: rollouts call Python a different number "
+                "of times, and what the server samples is dealt out as if every process had asked for as much. Use "
+                "rollouts_by=vllm, or one process."
+            )
         return
     tensor_parallel, share = node.tensor_parallel, node.memory_share
     divides = type(tensor_parallel) is int and tensor_parallel >= 1 and processes % tensor_parallel == 0
@@ -153,11 +165,11 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             f"rollouts_by.tensor_parallel={tensor_parallel} must be a whole number that divides the "
             f"{counted(processes)} of the run. Try rollouts_by.tensor_parallel=null for as few as hold the policy."
         )
-    if tensor_parallel not in (None, 1) and cfg.task.get("max_turns") is not None:
+    if tensor_parallel not in (None, 1) and with_tools:
         raise RunError(
             f"rollouts_by.tensor_parallel={tensor_parallel} with tools: processes that share a copy of the policy must "
             "ask it for the same number of turns, and rollouts call Python a different number of times. Use "
-            "rollouts_by.tensor_parallel=1, or rollouts_by=vllm_server for a policy that needs several GPUs."
+            "rollouts_by.tensor_parallel=1."
         )
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
         raise RunError(

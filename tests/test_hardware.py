@@ -49,6 +49,8 @@ REFUSED = {  # overrides -> (processes, GPUs, packages, what the message says)
     "rollouts_by=vllm": (1, 1, (), "pip install -e '.[vllm]'"),
     "rollouts_by=vllm rollouts_by.tensor_parallel=3": (8, 8, ("vllm",), "divides the 8 processes"),
     "task=arithmetic_tools rollouts_by=vllm rollouts_by.tensor_parallel=2": (2, 2, ("vllm",), "with tools: processes"),
+    "task=arithmetic_tools rollouts_by=vllm_server": (2, 2, ("vllm",), "as if every process had asked for as much"),
+    "task=arithmetic_tools parallel=fsdp2": (2, 2, (), "rollouts_by=hf with tools: rollouts call Python a different"),
     "rollouts_by=vllm rollouts_by.memory_share=3": (1, 1, ("vllm",), "between 0 and 1"),
     "rollouts_by=vllm_server rollouts_by.timeout_s=abc": (1, 1, ("vllm",), "positive number of seconds. Try 240"),
     "rollouts_by=vllm_server rollouts_by.url=localhost": (1, 1, ("vllm",), "Try rollouts_by.url=http://localhost:8000"),
@@ -73,6 +75,21 @@ def test_what_cannot_work_is_refused(overrides, machine):
     words = [f"++{word}" if re.match(r"trainer\.", word) else word for word in overrides.split()]
     with pytest.raises(RunError, match=re.escape(says)):
         check(composed(*words), processes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes"),
+    [
+        ("task=arithmetic_tools rollouts_by=vllm_server", 1),
+        ("rollouts_by=vllm_server", 8),
+        ("task=arithmetic_tools", 8),
+        ("task=arithmetic_tools parallel=fsdp2 rollouts_by=vllm", 8),
+        ("parallel=fsdp2", 8),
+    ],
+)
+def test_samplers_that_tools_do_not_bring_out_of_step_are_taken(overrides, processes, machine):
+    machine(8, ("vllm",))
+    check(composed(*overrides.split()), processes)
 
 
 def test_one_process_that_sees_several_gpus_is_refused_with_both_ways_out(machine):
