@@ -83,6 +83,11 @@ def is_off(cfg: DictConfig, group: str) -> bool:
     return (cfg.get(group) or {}).get("_target_") is None
 
 
+def has_reference(cfg: DictConfig) -> bool:
+    """Tells whether TRL loads the policy a second time, as what `trainer.beta` keeps it near. LoRA has it beneath."""
+    return bool(OmegaConf.select(cfg, "trainer.beta")) and not OmegaConf.select(cfg, "model.lora")
+
+
 @contextmanager
 def opened_sandbox(cfg: DictConfig) -> Iterator[Sandbox | None]:
     """Yields the sandbox of a task with tools, which it tries first; None for another task. Raises RunError."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import build
+from experiments.build import build, has_reference
 from experiments.command_line import SAID
 from experiments.planning.fit import vllm_gpus, vllm_share
 from experiments.prefetch import MODEL_FILES
@@ -218,13 +218,14 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, line in enumerate(line for line in lines if line.startswith("GPU "))]
 
 
-def sampled_source(cfg: DictConfig, name: str) -> str:
-    """Returns what to load the policy `name` from so that vLLM, which TRL tells a name alone, loads the same revision.
+def source_of(cfg: DictConfig, name: str) -> str:
+    """Returns what to load the policy `name` from so that all that TRL loads by that name alone is of one revision.
 
-    A local copy of `model.revision` where vLLM samples in these processes; else `name`. Raises RunError without one.
+    A local copy of `model.revision` where vLLM samples in these processes or there is a reference model; else `name`.
+    Raises RunError without one.
     """
-    revision = cfg.model.revision
-    if cfg.rollouts_by.name != "vllm" or revision is None or Path(name).is_dir():
+    revision, by_name_alone = cfg.model.revision, cfg.rollouts_by.name == "vllm" or has_reference(cfg)
+    if not by_name_alone or revision is None or Path(name).is_dir():
         return name
     from huggingface_hub import snapshot_download
 
@@ -232,7 +233,8 @@ def sampled_source(cfg: DictConfig, name: str) -> str:
         return snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES)
     except (OSError, ValueError) as error:
         raise RunError(
-            f"model.revision={revision} of {name} cannot be fetched for vLLM: {first_line(error)}. With network, run: "
+            f"model.revision={revision} of {name} cannot be fetched into a folder, and vLLM or the reference model "
+            f"would load another one: {first_line(error)}. With network, run: "
             f"python experiments/prefetch.py --model {name} --revision {revision}"
         ) from error
 

@@ -273,8 +273,8 @@ def test_a_run_without_a_checkpoint_may_begin_anew_with_other_processes(tmp_path
     refuse_other_processes(directory, composed(), 8)
 
 
-def test_vllm_in_the_processes_loads_the_revision_from_a_copy_of_it(tmp_path, monkeypatch):
-    """TRL tells vLLM a name alone, and of a name vLLM would take the newest revision."""
+def test_vllm_and_the_reference_model_load_the_revision_from_a_copy_of_it(tmp_path, monkeypatch):
+    """TRL knows both by a name alone, of which they would take the newest revision."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for commit, branch in (("1" * 40, "main"), ("2" * 40, "v1")):
         snapshot = tmp_path / "models--someone--model" / "snapshots" / commit
@@ -284,13 +284,17 @@ def test_vllm_in_the_processes_loads_the_revision_from_a_copy_of_it(tmp_path, mo
         reference.parent.mkdir(exist_ok=True)
         reference.write_text(commit)
     cfg = composed("rollouts_by=vllm", "model=hub", "model.name=someone/model", "model.revision=v1")
-    assert hardware.sampled_source(cfg, "someone/model") == str(snapshot)
-    assert hardware.sampled_source(cfg, str(tmp_path)) == str(tmp_path)  # a folder has no revisions
-    assert hardware.sampled_source(composed("model.revision=v1"), "someone/model") == "someone/model"
-    assert hardware.sampled_source(composed("rollouts_by=vllm"), "someone/model") == "someone/model"
+    assert hardware.source_of(cfg, "someone/model") == str(snapshot)
+    assert hardware.source_of(cfg, str(tmp_path)) == str(tmp_path)  # a folder has no revisions
+    assert hardware.source_of(composed("model.revision=v1"), "someone/model") == "someone/model"
+    assert hardware.source_of(composed("rollouts_by=vllm"), "someone/model") == "someone/model"
+    near = composed("model=hub", "model.name=someone/model", "model.revision=v1", "++trainer.beta=0.01")
+    assert hardware.source_of(near, "someone/model") == str(snapshot)
+    near.trainer.beta = 0.0
+    assert hardware.source_of(near, "someone/model") == "someone/model"
     cfg.model.revision = "v2"
     with pytest.raises(RunError, match="python experiments/prefetch.py --model someone/model --revision v2"):
-        hardware.sampled_source(cfg, "someone/model")
+        hardware.source_of(cfg, "someone/model")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from experiments.planning.step import Step
 from otb import lean_trainer
 from otb.errors import RunError
 from tests.support.commands import run_command_line, run_light
+from tests.support.recipes import composed
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = {
@@ -140,6 +141,25 @@ def test_a_bfloat16_copy_that_samples_takes_two_bytes_more_for_every_parameter()
     copied = replace(PAPER, dtype="float32", sampler="hf_bfloat16")
     assert state(copied) - state(replace(copied, sampler="hf")) == 2 * QWEN_7B.parameters
     assert moments(copied)["sampling"]["kv_cache"] > 0 and moments(copied)["sampling"].get("vllm", 0.0) == 0.0
+
+
+def test_a_reference_model_takes_as_many_bytes_as_the_weights_it_is_a_copy_of():
+    # 7.6156 B parameters x 4 B = 30.5 GB; over 8 GPUs an eighth of it, of zero3 half of that: bfloat16 alone
+    for step, more in (
+        (PAPER, 30.46),
+        (replace(PAPER, parallel="fsdp2"), 3.81),
+        (replace(PAPER, parallel="zero3"), 1.90),
+    ):
+        assert (state(replace(step, reference=True)) - state(step)) / 1e9 == pytest.approx(more, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "beta", "held"),
+    [("qwen2.5-7b", 0.01, True), ("qwen2.5-7b", 0.0, False), ("qwen2.5-7b-lora", 0.01, False)],
+)
+def test_the_reference_model_is_that_of_a_kl_term_without_lora(model, beta, held):
+    cfg = composed("task=gsm8k", f"model={model}", f"++trainer.beta={beta}")
+    assert step_of(cfg, 80e9).reference == held
 
 
 def test_kv_cache_takes_57_kb_a_token_of_qwen2_5_7b_and_147_of_qwen3_8b():

@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from peft import PeftModel
 
-from experiments.hardware import sampled_source
+from experiments.hardware import source_of
 from experiments.train import weights_folder
 from otb.errors import RunError
 from otb.policies.models import load_model
@@ -34,7 +34,7 @@ class Policies:
         base, adapter = self._place(cfg, task, checkpoint)
         if (source := adapter or base) == self.source:
             return False
-        source, attention = sampled_source(cfg, base), cfg.model.get("attn_implementation")
+        source, attention = source_of(cfg, base), cfg.model.get("attn_implementation")
         model = load_model(source, cfg.model.revision, cfg.model.dtype, attention)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
