@@ -60,7 +60,17 @@ REFUSED = {  # overrides -> (processes, GPUs, packages, what the message says)
     "rollouts_by.rows=0": (1, 1, (), "must be a whole number >= 1"),
     "gpus=0": (1, 1, (), "must be a whole number >= 1"),
     "geometric_ratio_band=[0.9,1.1]": (1, 1, (), "samples with the policy itself"),
-    "rollouts_by=vllm geometric_ratio_band=[1.1,1.2]": (1, 1, ("vllm",), "around 1"),
+    "rollouts_by=vllm geometric_ratio_band=[1.1,1.2]": (
+        1,
+        1,
+        ("vllm",),
+        "around 1, or null. Try geometric_ratio_band='[",
+    ),
+    "rollouts_by=vllm geometric_ratio_band=[0,1.1]": (1, 1, ("vllm",), "around 1"),
+    "rollouts_by=vllm geometric_ratio_band=[0.9,1.1] trainer.vllm_importance_sampling_correction=false": (
+        *(1, 1, ("vllm",)),
+        "Use trainer.vllm_importance_sampling_correction=True, or geometric_ratio_band=null",
+    ),
     "trainer.use_vllm=true": (1, 1, (), "set rollouts_by instead"),
     "trainer.fsdp=full_shard": (1, 1, (), "set parallel instead"),
     "model=hub": (1, 1, (), "Add model.name=OWNER/NAME"),
