@@ -50,6 +50,16 @@ def check_gpus(cfg: DictConfig) -> None:
         raise RunError(f"gpus={cfg.gpus} must be a whole number >= 1, or null for one process. Try gpus=null.")
 
 
+def check_gpus_of_launcher(cfg: DictConfig, processes: int) -> None:
+    """Raises RunError where `gpus` is another number than the processes that SLURM's launcher starts for a run."""
+    if cfg.gpus not in (None, processes):
+        raise RunError(
+            f"gpus={cfg.gpus} is not the {counted(processes)} that SLURM's launcher starts for a run, nodes x "
+            f"tasks_per_node. Use gpus={processes} or gpus=null for those, or another launcher: "
+            "hydra/launcher=slurm_8gpu starts 8, slurm_nodes 8 on each of hydra.launcher.nodes."
+        )
+
+
 def check_this_machine(cfg: DictConfig) -> None:
     """Raises RunError where this process cannot use the machine as the configuration wants. Loads nothing."""
     check_threads(cfg)

@@ -435,6 +435,21 @@ def test_a_sweep_for_slurm_without_a_card_is_checked_by_the_largest_one(slurm, t
         assert sent.stdout.startswith("1 of 1 runs sent as job 7") and sent.stderr == "", sent.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "starts"),
+    [
+        (("hydra/launcher=slurm",), "1 process"),
+        (("hydra/launcher=slurm_nodes", "hydra.launcher.nodes=2"), "16 processes"),
+    ],
+)
+def test_a_sweep_for_slurm_is_refused_where_gpus_is_not_what_its_launcher_starts(slurm, given, starts):
+    refused = slurm(*given, "gpus=8")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert f"error: gpus=8 is not the {starts} that SLURM's launcher starts" in refused.stderr
+    sent = slurm(*given, f"gpus={starts.split()[0]}")
+    assert "gpus=" not in sent.stderr, sent.stderr
+
+
 def test_a_sweep_of_a_hub_id_is_checked_by_its_cached_configuration_or_told_that_it_was_not(slurm, tmp_path):
     given = ["hydra/launcher=slurm_8gpu", "model=hub", "model.name=OWNER/NAME", "seed=0,1", "card=a100-80gb"]
     unknown = slurm(*given)
