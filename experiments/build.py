@@ -88,6 +88,11 @@ def uses_tools(cfg: DictConfig) -> bool:
     return build(cfg, "task").environment is not None
 
 
+def has_reference(cfg: DictConfig) -> bool:
+    """Tells whether TRL loads the policy a second time, as what `trainer.beta` keeps it near. LoRA has it beneath."""
+    return bool(OmegaConf.select(cfg, "trainer.beta")) and not OmegaConf.select(cfg, "model.lora")
+
+
 @contextmanager
 def opened_sandbox(cfg: DictConfig) -> Iterator[Sandbox | None]:
     """Yields the sandbox of a task with tools, which it tries first; None for another task. Raises RunError."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import build
+from experiments.build import build, has_reference
 from experiments.command_line import SAID
 from experiments.planning.fit import vllm_gpus, vllm_share
 from experiments.prefetch import MODEL_FILES
@@ -48,6 +48,16 @@ def check_gpus(cfg: DictConfig) -> None:
     """Raises RunError unless `gpus` is a number of processes or null."""
     if cfg.gpus is not None and (type(cfg.gpus) is not int or cfg.gpus < 1):
         raise RunError(f"gpus={cfg.gpus} must be a whole number >= 1, or null for one process. Try gpus=null.")
+
+
+def check_gpus_of_launcher(cfg: DictConfig, processes: int) -> None:
+    """Raises RunError where `gpus` is another number than the processes that SLURM's launcher starts for a run."""
+    if cfg.gpus not in (None, processes):
+        raise RunError(
+            f"gpus={cfg.gpus} is not the {counted(processes)} that SLURM's launcher starts for a run, nodes x "
+            f"tasks_per_node. Use gpus={processes} or gpus=null for those, or another launcher: "
+            "hydra/launcher=slurm_8gpu starts 8, slurm_nodes 8 on each of hydra.launcher.nodes."
+        )
 
 
 def check_this_machine(cfg: DictConfig) -> None:
@@ -123,7 +133,7 @@ def _check_parallel(cfg: DictConfig, processes: int) -> None:
 
 
 def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
-    node = cfg.rollouts_by
+    node, with_tools = cfg.rollouts_by, cfg.task.get("max_turns") is not None
     if node.name in SAMPLES_HERE:
         rows = node.rows
         if rows is not None and (type(rows) is not int or rows < 1):
@@ -132,6 +142,12 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             raise RunError(
                 f"rollouts_by.rows={rows} lets processes generate a different number of times, and "
                 f"parallel={cfg.parallel.name} has them gather weights together. Use rollouts_by=vllm, or rows=null."
+            )
+        if with_tools and cfg.parallel.name != "ddp":
+            raise RunError(
+                f"rollouts_by={node.name} with tools: rollouts call Python a different number of times, and "
+                f"parallel={cfg.parallel.name} has processes gather weights together for each token. Use "
+                "rollouts_by=vllm, or parallel=ddp."
             )
         if node.name == "hf_bfloat16":
             _check_sampler_copy(cfg)
@@ -145,6 +161,12 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             raise RunError(
                 f"rollouts_by.url={node.url} is no address of a server. Try rollouts_by.url=http://localhost:8000."
             )
+        if with_tools and processes > 1:
+            raise RunError(
+                f"rollouts_by=vllm_server with tools on {processes} processes: rollouts call Python a different number "
+                "of times, and what the server samples is dealt out as if every process had asked for as much. Use "
+                "rollouts_by=vllm, or one process."
+            )
         return
     tensor_parallel, share = node.tensor_parallel, node.memory_share
     divides = type(tensor_parallel) is int and tensor_parallel >= 1 and processes % tensor_parallel == 0
@@ -153,11 +175,11 @@ def _check_rollouts_by(cfg: DictConfig, processes: int) -> None:
             f"rollouts_by.tensor_parallel={tensor_parallel} must be a whole number that divides the "
             f"{counted(processes)} of the run. Try rollouts_by.tensor_parallel=null for as few as hold the policy."
         )
-    if tensor_parallel not in (None, 1) and cfg.task.get("max_turns") is not None:
+    if tensor_parallel not in (None, 1) and with_tools:
         raise RunError(
             f"rollouts_by.tensor_parallel={tensor_parallel} with tools: processes that share a copy of the policy must "
             "ask it for the same number of turns, and rollouts call Python a different number of times. Use "
-            "rollouts_by.tensor_parallel=1, or rollouts_by=vllm_server for a policy that needs several GPUs."
+            "rollouts_by.tensor_parallel=1."
         )
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
         raise RunError(
@@ -206,13 +228,14 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, line in enumerate(line for line in lines if line.startswith("GPU "))]
 
 
-def sampled_source(cfg: DictConfig, name: str) -> str:
-    """Returns what to load the policy `name` from so that vLLM, which TRL tells a name alone, loads the same revision.
+def source_of(cfg: DictConfig, name: str) -> str:
+    """Returns what to load the policy `name` from so that all that TRL loads by that name alone is of one revision.
 
-    A local copy of `model.revision` where vLLM samples in these processes; else `name`. Raises RunError without one.
+    A local copy of `model.revision` where vLLM samples in these processes or there is a reference model; else `name`.
+    Raises RunError without one.
     """
-    revision = cfg.model.revision
-    if cfg.rollouts_by.name != "vllm" or revision is None or Path(name).is_dir():
+    revision, by_name_alone = cfg.model.revision, cfg.rollouts_by.name == "vllm" or has_reference(cfg)
+    if not by_name_alone or revision is None or Path(name).is_dir():
         return name
     from huggingface_hub import snapshot_download
 
@@ -220,7 +243,8 @@ def sampled_source(cfg: DictConfig, name: str) -> str:
         return snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES)
     except (OSError, ValueError) as error:
         raise RunError(
-            f"model.revision={revision} of {name} cannot be fetched for vLLM: {first_line(error)}. With network, run: "
+            f"model.revision={revision} of {name} cannot be fetched into a folder, and vLLM or the reference model "
+            f"would load another one: {first_line(error)}. With network, run: "
             f"python experiments/prefetch.py --model {name} --revision {revision}"
         ) from error
 

@@ -24,7 +24,7 @@ from experiments import trackers
 from experiments.build import build, is_off, methods
 from experiments.data import Rows, load_rows, provenance, told_by_the_first
 from experiments.environment import describe, other_threads
-from experiments.hardware import emulated_bfloat16, grpo_options, sampled_source, sampling_limits
+from experiments.hardware import emulated_bfloat16, grpo_options, sampling_limits, source_of
 from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
@@ -97,7 +97,7 @@ def build_trainer(
 ) -> RunTrainer:
     """Loads the weights from `folder` and puts everything together. Raises RunError where they cannot be loaded."""
     set_seed(cfg.seed)  # LoRA's initial weights
-    source, attention = sampled_source(cfg, folder), cfg.model.get("attn_implementation")
+    source, attention = source_of(cfg, folder), cfg.model.get("attn_implementation")
     model = load_model(source, cfg.model.revision, weights_dtype(cfg), attention)
     try:
         trainer = _trainer(cfg, model, inputs, arguments, directory, lock, progress)

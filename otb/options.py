@@ -12,9 +12,15 @@ from typing import Any, NamedTuple
 from otb import baselines
 
 # What each option of GRPOConfig must be for the softmax at the temperature to be the distribution sampled from.
-NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-# Further options of generate() that change what is sampled; TRL leaves them to generation_kwargs and to the model's own
-# generation configuration, which fills in whatever TRL sets to None.
+NEUTRAL_SAMPLING = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "vllm_structured_outputs_regex": None,
+}
+# Further options of generate() and of vLLM's SamplingParams that change what is sampled; TRL leaves them to
+# generation_kwargs and to the model's own generation configuration, which fills in whatever TRL sets to None.
 OTHER_SAMPLING = {
     "min_p": 0.0,
     "typical_p": 1.0,
@@ -33,6 +39,13 @@ OTHER_SAMPLING = {
     "sequence_bias": None,
     "guidance_scale": None,
     "watermarking_config": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "min_tokens": 0,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "structured_outputs": None,
 }
 
 SCORE_NORMS = ("the score norms", "a baseline without energy")  # what reads the softmax, and what does not
@@ -96,6 +109,31 @@ def refuse_sampler_dtype(args: Any) -> None:
     refuse_other_sampling(args, ("the sampler's log-probs", "sampler_dtype=None"))
 
 
+def refuse_band(args: Any) -> None:
+    """Raises ValueError for a `geometric_ratio_band` that is none, or without what it reads. args: as above."""
+    band = getattr(args, "geometric_ratio_band", None)
+    if band is None:
+        return
+    numbers = isinstance(band, list | tuple) and len(band) == 2 and all(isinstance(x, int | float) for x in band)
+    if not numbers or not 0 < band[0] < 1 < band[1]:
+        raise ValueError(
+            f"geometric_ratio_band={band} must be two numbers [low, high] around 1, or None. Try "
+            "geometric_ratio_band=[0.99,1.01]."
+        )
+    if not getattr(args, "use_vllm", False) and getattr(args, "sampler_dtype", None) is None:
+        raise ValueError(
+            "geometric_ratio_band compares the policy that trains with a sampler of other numerics, and use_vllm=False "
+            "samples with the policy itself. Use use_vllm=True (or sampler_dtype=bfloat16), or "
+            "geometric_ratio_band=None."
+        )
+    if not getattr(args, "vllm_importance_sampling_correction", True):
+        raise ValueError(
+            "vllm_importance_sampling_correction=False leaves out the policy's log-probs, and geometric_ratio_band "
+            "compares them with the sampler's. Use vllm_importance_sampling_correction=True, or "
+            "geometric_ratio_band=None."
+        )
+
+
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # of TRL's, those of the clipped ratio
 
 
@@ -142,6 +180,8 @@ def refuse_other_sampling(args: Any, reader: tuple[str, str]) -> None:
             "for the temperature; greedy decoding leaves nothing to learn from."
         )
     options = {name: getattr(args, name) for name in NEUTRAL_SAMPLING} | generation
+    if getattr(args, "use_vllm", False) and options["top_k"] == -1:
+        options["top_k"] = 0  # vLLM takes both for all tokens, transformers 0 alone
     refuse_generation(options, "", NEUTRAL_SAMPLING, reader)
     refuse_generation(generation, "generation_kwargs", reader=reader)
 

@@ -212,6 +212,14 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "environments", "the environments of the generation under way, in the order of the prompts"),
         Seam(GRPO, "environment_factories", "empty where there are no tools"),
         Seam(GRPO, "_metrics", "tool metrics are added"),
+        Seam(GRPO, "vllm_generation", "the engine in these processes, kept awake over the turns"),
+        Seam(GRPO, "vllm_mode", '"colocate" where there is one'),
+        Seam(GRPO, "_last_loaded_step", "the step whose weights it has: they are not to be sent again"),
+        Seam(VLLM, "sync_weights()", "called before the first turn: wakes the engine's weights and replaces them"),
+        Seam(VLLM, "enable_sleep_mode", "False over the turns: else generate() sends it to sleep after each"),
+        Seam(VLLM, "_llm_weights_sleeping", "set where it sleeps again: generate() sends the weights if it is"),
+        Seam(VLLM, "llm", "vLLM's engine itself"),
+        Seam(VLLM, '"kv_cache"', "what generate() wakes of it beside the weights"),
     ),
     "otb/tool_calls.py": (
         Seam(

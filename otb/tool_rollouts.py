@@ -2,17 +2,20 @@
 
 TRL's `_tool_call_loop` alternates: it samples a turn of all unfinished rollouts, runs their calls one after another and
 appends the replies. Three of its methods are extended and none is copied: `_generate` follows every rollout from its
-prompt to its end, `_generate_single_turn` keeps a turn inside the token budget and runs its programs side by side,
-`_get_tool_suffix_ids` makes a reply harmless and short enough. otb/trainer.py shows where they stand in a step,
-docs/tools.md lists each guard and what TRL does without it, otb/seams.py every private name of TRL that this relies on.
+prompt to its end and keeps vLLM awake until then, `_generate_single_turn` keeps a turn inside the token budget and runs
+its programs side by side, `_get_tool_suffix_ids` makes a reply harmless and short enough. otb/trainer.py shows where
+they stand in a step, docs/tools.md lists each guard and what TRL does without it, otb/seams.py every private name of
+TRL that this relies on.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers.utils import get_json_schema
@@ -74,7 +77,7 @@ class ToolTrainer(OTBTrainer):
             return generated
         self._rollouts, self._waiting = [], []
         self._replies.clear()
-        with every_call_readable(self._tokenizer, self._end_tokens):
+        with every_call_readable(self._tokenizer, self._end_tokens), self._awake():
             generated = super()._generate(prompts)
         self._end(self._waiting)
         self._endings = [rollout.cut or "end" for rollout in self._rollouts]
@@ -82,6 +85,30 @@ class ToolTrainer(OTBTrainer):
         self._count_as_truncated(completion_ids, tool_mask, log_probs)
         self._log_tool_use()
         return generated
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Wakes vLLM's sleeping engine in these processes once for all turns.
+
+        TRL puts it to sleep after each turn and hands it the weights before the next. Where weights are sharded that is
+        a collective, and processes whose rollouts take fewer turns never join it.
+        """
+        engine: Any = self.vllm_generation if self.use_vllm and self.vllm_mode == "colocate" else None
+        if engine is None or not engine.enable_sleep_mode:
+            yield
+            return
+        started = time.perf_counter()
+        engine.sync_weights()
+        self._last_loaded_step = self.state.global_step
+        engine.llm.wake_up(tags=["kv_cache"])
+        self._add_seconds("sampling", time.perf_counter() - started)
+        engine.enable_sleep_mode = False
+        try:
+            yield
+        finally:
+            engine.enable_sleep_mode = True
+            engine.llm.sleep(level=2)  # which discards the weights
+            engine._llm_weights_sleeping = True
 
     # ---- one turn
 

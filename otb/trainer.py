@@ -69,6 +69,7 @@ from otb.mismatch import mismatch_metrics
 from otb.mtp_training import MTPTraining
 from otb.options import (
     Batches,
+    refuse_band,
     refuse_broken_groups,
     refuse_generation,
     refuse_improvement,
@@ -220,6 +221,7 @@ class OTBTrainer(MeasuringTrainer):
             needs_scores = self._needs_score_norms or baselines.needs_scores(baseline)
             refuse_options(args, baseline, needs_scores, self.token_weights is not None)
             refuse_sampler_dtype(args)
+            refuse_band(args)
             if self.improvement is not None:
                 refuse_improvement(args)
             if self.lr_schedule is not None:
@@ -549,13 +551,8 @@ def outside_band(output: dict, low: float, high: float) -> Tensor:
     """Tells of which rollouts the geometric mean of trained / sampled probability is outside [low, high]. -> (B,) bool.
 
     output: what TRL hands from scoring to the loss, with the log-probs of the policy and of the sampler. A token that
-    the sampler gave no log-prob (NaN) counts as equal. Raises ValueError without the sampler's log-probs.
+    the sampler gave no log-prob (NaN) counts as equal.
     """
-    if output.get("sampling_per_token_logps") is None or output.get("old_per_token_logps") is None:
-        raise ValueError(
-            "geometric_ratio_band compares the policy's log-probs with the sampler's, and there are none: set "
-            "use_vllm=True and vllm_importance_sampling_correction=True, or geometric_ratio_band=None."
-        )
     own = response_mask(output)
     difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).nan_to_num(0.0) * own
     mean = difference.sum(1) / own.sum(1).clamp(min=1)

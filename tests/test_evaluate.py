@@ -433,11 +433,11 @@ def test_a_task_with_tools_counts_both_kinds_of_tokens_and_resumes(tmp_path, log
     assert "tool_tokens" not in rows(the_evaluation(tmp_path / "whole" / "arithmetic").samples_file)[0]
 
 
-def planned(*overrides: str):
+def planned(*overrides: str, processes: int = 1):
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return plan(compose("evaluate", overrides=list(overrides)), list(overrides), "arithmetic")
+        return plan(compose("evaluate", overrides=list(overrides)), list(overrides), "arithmetic", processes)
 
 
 def test_any_maths_set_is_evaluated_with_python_by_its_number_of_turns():
@@ -471,6 +471,17 @@ def test_one_vllm_serves_sets_with_python_or_without(monkeypatch):
         planned(f"tasks={tasks}", "rollouts_by=vllm")
     with pytest.raises(RunError, match="with and without Python, and each kind needs a vLLM of its own.*two commands"):
         planned("tasks=[gsm8k_tools,gsm8k]", "rollouts_by=vllm")
+
+
+def test_a_set_with_python_is_refused_on_a_server_wherever_it_stands_among_the_tasks(monkeypatch):
+    monkeypatch.setattr("experiments.hardware.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("experiments.hardware.visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("experiments.evaluation.command.wait_for_server", lambda cfg: None)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    asked = ["tasks=[gsm8k,gsm8k_tools]", "rollouts_by=vllm_server"]
+    with pytest.raises(RunError, match="rollouts_by=vllm_server with tools on 2 processes"):
+        planned(*asked, processes=2)
+    planned("tasks=[gsm8k_tools]", "rollouts_by=vllm_server", processes=1)
 
 
 def test_training_rows_need_not_be_there_for_an_evaluation(tmp_path):

@@ -49,6 +49,8 @@ REFUSED = {  # overrides -> (processes, GPUs, packages, what the message says)
     "rollouts_by=vllm": (1, 1, (), "pip install -e '.[vllm]'"),
     "rollouts_by=vllm rollouts_by.tensor_parallel=3": (8, 8, ("vllm",), "divides the 8 processes"),
     "task=arithmetic_tools rollouts_by=vllm rollouts_by.tensor_parallel=2": (2, 2, ("vllm",), "with tools: processes"),
+    "task=arithmetic_tools rollouts_by=vllm_server": (2, 2, ("vllm",), "as if every process had asked for as much"),
+    "task=arithmetic_tools parallel=fsdp2": (2, 2, (), "rollouts_by=hf with tools: rollouts call Python a different"),
     "rollouts_by=vllm rollouts_by.memory_share=3": (1, 1, ("vllm",), "between 0 and 1"),
     "rollouts_by=vllm_server rollouts_by.timeout_s=abc": (1, 1, ("vllm",), "positive number of seconds. Try 240"),
     "rollouts_by=vllm_server rollouts_by.url=localhost": (1, 1, ("vllm",), "Try rollouts_by.url=http://localhost:8000"),
@@ -58,7 +60,17 @@ REFUSED = {  # overrides -> (processes, GPUs, packages, what the message says)
     "rollouts_by.rows=0": (1, 1, (), "must be a whole number >= 1"),
     "gpus=0": (1, 1, (), "must be a whole number >= 1"),
     "geometric_ratio_band=[0.9,1.1]": (1, 1, (), "samples with the policy itself"),
-    "rollouts_by=vllm geometric_ratio_band=[1.1,1.2]": (1, 1, ("vllm",), "around 1"),
+    "rollouts_by=vllm geometric_ratio_band=[1.1,1.2]": (
+        1,
+        1,
+        ("vllm",),
+        "around 1, or null. Try geometric_ratio_band='[",
+    ),
+    "rollouts_by=vllm geometric_ratio_band=[0,1.1]": (1, 1, ("vllm",), "around 1"),
+    "rollouts_by=vllm geometric_ratio_band=[0.9,1.1] trainer.vllm_importance_sampling_correction=false": (
+        *(1, 1, ("vllm",)),
+        "Use trainer.vllm_importance_sampling_correction=True, or geometric_ratio_band=null",
+    ),
     "trainer.use_vllm=true": (1, 1, (), "set rollouts_by instead"),
     "trainer.fsdp=full_shard": (1, 1, (), "set parallel instead"),
     "model=hub": (1, 1, (), "Add model.name=OWNER/NAME"),
@@ -73,6 +85,21 @@ def test_what_cannot_work_is_refused(overrides, machine):
     words = [f"++{word}" if re.match(r"trainer\.", word) else word for word in overrides.split()]
     with pytest.raises(RunError, match=re.escape(says)):
         check(composed(*words), processes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes"),
+    [
+        ("task=arithmetic_tools rollouts_by=vllm_server", 1),
+        ("rollouts_by=vllm_server", 8),
+        ("task=arithmetic_tools", 8),
+        ("task=arithmetic_tools parallel=fsdp2 rollouts_by=vllm", 8),
+        ("parallel=fsdp2", 8),
+    ],
+)
+def test_samplers_that_tools_do_not_bring_out_of_step_are_taken(overrides, processes, machine):
+    machine(8, ("vllm",))
+    check(composed(*overrides.split()), processes)
 
 
 def test_one_process_that_sees_several_gpus_is_refused_with_both_ways_out(machine):
@@ -256,8 +283,8 @@ def test_a_run_without_a_checkpoint_may_begin_anew_with_other_processes(tmp_path
     refuse_other_processes(directory, composed(), 8)
 
 
-def test_vllm_in_the_processes_loads_the_revision_from_a_copy_of_it(tmp_path, monkeypatch):
-    """TRL tells vLLM a name alone, and of a name vLLM would take the newest revision."""
+def test_vllm_and_the_reference_model_load_the_revision_from_a_copy_of_it(tmp_path, monkeypatch):
+    """TRL knows both by a name alone, of which they would take the newest revision."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for commit, branch in (("1" * 40, "main"), ("2" * 40, "v1")):
         snapshot = tmp_path / "models--someone--model" / "snapshots" / commit
@@ -267,13 +294,17 @@ def test_vllm_in_the_processes_loads_the_revision_from_a_copy_of_it(tmp_path, mo
         reference.parent.mkdir(exist_ok=True)
         reference.write_text(commit)
     cfg = composed("rollouts_by=vllm", "model=hub", "model.name=someone/model", "model.revision=v1")
-    assert hardware.sampled_source(cfg, "someone/model") == str(snapshot)
-    assert hardware.sampled_source(cfg, str(tmp_path)) == str(tmp_path)  # a folder has no revisions
-    assert hardware.sampled_source(composed("model.revision=v1"), "someone/model") == "someone/model"
-    assert hardware.sampled_source(composed("rollouts_by=vllm"), "someone/model") == "someone/model"
+    assert hardware.source_of(cfg, "someone/model") == str(snapshot)
+    assert hardware.source_of(cfg, str(tmp_path)) == str(tmp_path)  # a folder has no revisions
+    assert hardware.source_of(composed("model.revision=v1"), "someone/model") == "someone/model"
+    assert hardware.source_of(composed("rollouts_by=vllm"), "someone/model") == "someone/model"
+    near = composed("model=hub", "model.name=someone/model", "model.revision=v1", "++trainer.beta=0.01")
+    assert hardware.source_of(near, "someone/model") == str(snapshot)
+    near.trainer.beta = 0.0
+    assert hardware.source_of(near, "someone/model") == "someone/model"
     cfg.model.revision = "v2"
     with pytest.raises(RunError, match="python experiments/prefetch.py --model someone/model --revision v2"):
-        hardware.sampled_source(cfg, "someone/model")
+        hardware.source_of(cfg, "someone/model")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
-"""The batches of a step: how its rollouts are divided over processes and forwards, and what is refused."""
+"""The batches of a step: how its rollouts are divided over processes and forwards; options that are refused."""
+
+import re
+from types import SimpleNamespace
 
 import pytest
 
-from otb.options import Batches, batches, refuse_broken_groups
+from otb.options import NEUTRAL_SAMPLING, SCORE_NORMS, Batches, batches, refuse_broken_groups, refuse_other_sampling
 
 
 @pytest.mark.parametrize(
@@ -58,3 +61,44 @@ def test_two_micro_batches_of_whole_groups_pass_on_one_process_or_on_two():
 def test_a_caller_may_name_its_own_fix():
     with pytest.raises(ValueError, match="groups of 4. Set this."):
         refuse_broken_groups(Batches(64, 64, 1), 4, 1, fix="Set this.")
+
+
+# ---- options under which tokens are not drawn from the softmax
+
+
+def sampling(generation_kwargs=None, **options) -> SimpleNamespace:
+    return SimpleNamespace(**(NEUTRAL_SAMPLING | {"generation_kwargs": generation_kwargs} | options))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (sampling({"presence_penalty": 0.5}), "presence_penalty=0.5 in generation_kwargs"),
+        (sampling({"frequency_penalty": -0.5}), "frequency_penalty=-0.5 in generation_kwargs"),
+        (sampling({"logit_bias": {7: 2.0}}), "logit_bias={7: 2.0} in generation_kwargs"),
+        (sampling({"min_tokens": 8}), "min_tokens=8 in generation_kwargs"),
+        (sampling({"allowed_token_ids": [1]}), "allowed_token_ids=[1] in generation_kwargs"),
+        (sampling({"bad_words": ["no"]}), "bad_words=['no'] in generation_kwargs"),
+        (sampling({"structured_outputs": {"regex": "a"}}), "structured_outputs={'regex': 'a'} in generation_kwargs"),
+        (sampling(vllm_structured_outputs_regex="a+"), "vllm_structured_outputs_regex=a+: the score norms"),
+        (sampling(top_k=-1), "top_k=-1: the score norms"),  # transformers knows no such number
+        (sampling(min_p=0.1), "min_p=0.1: the score norms"),
+    ],
+)
+def test_what_changes_the_distribution_that_is_sampled_from_is_refused(args, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        refuse_other_sampling(args, SCORE_NORMS)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        sampling(min_p=0.0),
+        sampling(min_p=None),
+        sampling(top_k=-1, use_vllm=True),
+        sampling({"top_k": -1}, use_vllm=True),
+        sampling({"presence_penalty": 0.0, "min_tokens": 0, "logit_bias": None, "stop_token_ids": [2]}),
+    ],
+)
+def test_values_that_change_nothing_are_taken(args):
+    refuse_other_sampling(args, SCORE_NORMS)

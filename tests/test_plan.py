@@ -31,6 +31,7 @@ from experiments.planning.step import Step
 from otb import lean_trainer
 from otb.errors import RunError
 from tests.support.commands import run_command_line, run_light
+from tests.support.recipes import composed
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = {
@@ -140,6 +141,25 @@ def test_a_bfloat16_copy_that_samples_takes_two_bytes_more_for_every_parameter()
     copied = replace(PAPER, dtype="float32", sampler="hf_bfloat16")
     assert state(copied) - state(replace(copied, sampler="hf")) == 2 * QWEN_7B.parameters
     assert moments(copied)["sampling"]["kv_cache"] > 0 and moments(copied)["sampling"].get("vllm", 0.0) == 0.0
+
+
+def test_a_reference_model_takes_as_many_bytes_as_the_weights_it_is_a_copy_of():
+    # 7.6156 B parameters x 4 B = 30.5 GB; over 8 GPUs an eighth of it, of zero3 half of that: bfloat16 alone
+    for step, more in (
+        (PAPER, 30.46),
+        (replace(PAPER, parallel="fsdp2"), 3.81),
+        (replace(PAPER, parallel="zero3"), 1.90),
+    ):
+        assert (state(replace(step, reference=True)) - state(step)) / 1e9 == pytest.approx(more, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "beta", "held"),
+    [("qwen2.5-7b", 0.01, True), ("qwen2.5-7b", 0.0, False), ("qwen2.5-7b-lora", 0.01, False)],
+)
+def test_the_reference_model_is_that_of_a_kl_term_without_lora(model, beta, held):
+    cfg = composed("task=gsm8k", f"model={model}", f"++trainer.beta={beta}")
+    assert step_of(cfg, 80e9).reference == held
 
 
 def test_kv_cache_takes_57_kb_a_token_of_qwen2_5_7b_and_147_of_qwen3_8b():
@@ -413,6 +433,21 @@ def test_a_sweep_for_slurm_without_a_card_is_checked_by_the_largest_one(slurm, t
     for fits in (["hydra/launcher=slurm_8gpu", "model=qwen2.5-1.5b"], ["hydra/launcher=slurm_cpu", "model=qwen2.5-7b"]):
         sent = slurm(*fits)
         assert sent.stdout.startswith("1 of 1 runs sent as job 7") and sent.stderr == "", sent.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "starts"),
+    [
+        (("hydra/launcher=slurm",), "1 process"),
+        (("hydra/launcher=slurm_nodes", "hydra.launcher.nodes=2"), "16 processes"),
+    ],
+)
+def test_a_sweep_for_slurm_is_refused_where_gpus_is_not_what_its_launcher_starts(slurm, given, starts):
+    refused = slurm(*given, "gpus=8")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert f"error: gpus=8 is not the {starts} that SLURM's launcher starts" in refused.stderr
+    sent = slurm(*given, f"gpus={starts.split()[0]}")
+    assert "gpus=" not in sent.stderr, sent.stderr
 
 
 def test_a_sweep_of_a_hub_id_is_checked_by_its_cached_configuration_or_told_that_it_was_not(slurm, tmp_path):

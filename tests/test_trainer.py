@@ -208,6 +208,14 @@ def test_isolated_random_state_asks_and_seeds_no_gpu_but_the_current_one_in_use(
         (otb, dict(loss_type="vespo"), "one per token"),
         (otb, dict(off_policy_mask_threshold=0.1), "one per token"),
         (otb, dict(multi_objective_aggregation="normalize_then_sum"), "baseline of its own"),
+        (otb, dict(vllm_structured_outputs_regex="a+"), "vllm_structured_outputs_regex=a"),
+        (rloo, dict(geometric_ratio_band=(0.9, 1.1)), "use_vllm=False samples with the policy itself"),
+        (rloo, dict(geometric_ratio_band=(1.1, 1.2), sampler_dtype="bfloat16"), "must be two numbers"),
+        (
+            rloo,
+            dict(geometric_ratio_band=(0.9, 1.1), sampler_dtype="bfloat16", vllm_importance_sampling_correction=False),
+            "leaves out the policy's log-probs",
+        ),
         (functools.partial(otb, tail="carry"), dict(loss_type="vespo"), "otb has one per token"),
     ],
 )

@@ -25,12 +25,19 @@ from experiments.checks.model import check_model
 from experiments.checks.target import check_target
 from experiments.checks.trainer import check_parallel_trainer, check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
-from experiments.hardware import check_gpus, check_processes, check_this_machine, gpu_memory, wait_for_server
+from experiments.hardware import (
+    SAMPLES_HERE,
+    check_gpus,
+    check_processes,
+    check_this_machine,
+    gpu_memory,
+    wait_for_server,
+)
 from experiments.held_out import check_held_out
 from experiments.planning.fit import check_card
 from otb import baselines
 from otb.errors import RunError
-from otb.options import NEUTRAL_SAMPLING, batches, refuse_broken_groups, refuse_options
+from otb.options import NEUTRAL_SAMPLING, batches, refuse_band, refuse_broken_groups, refuse_options
 
 SMALLEST = {  # of the keys that are whole numbers
     "group_size": 1,
@@ -130,6 +137,7 @@ def _check_baseline(cfg: DictConfig) -> None:
         "off_policy_mask_threshold": None,
         "loss_type": "dr_grpo",
         "generation_kwargs": None,
+        "use_vllm": cfg.rollouts_by.name not in SAMPLES_HERE,
     }
     if inspect.isclass(baseline) == bool(cfg.baseline.get("_partial_")):
         what, fix = ("class", "false") if inspect.isclass(baseline) else ("function", "true")
@@ -149,20 +157,26 @@ def _check_baseline(cfg: DictConfig) -> None:
 
 
 def _check_band(cfg: DictConfig) -> None:
-    band = cfg.geometric_ratio_band
-    if band is None:
-        return
-    numbers = isinstance(band, ListConfig) and len(band) == 2 and all(isinstance(x, int | float) for x in band)
-    if not numbers or not 0 <= band[0] < 1 < band[1]:
-        raise RunError(
-            f"geometric_ratio_band={band} must be two numbers [low, high] around 1, or null. Try "
-            "'geometric_ratio_band=[0.99,1.01]'."
-        )
-    if cfg.rollouts_by.name == "hf":
-        raise RunError(
-            "geometric_ratio_band compares the policy that trains with a sampler of other numerics, and rollouts_by=hf "
-            "samples with the policy itself. Use rollouts_by=vllm (or hf_bfloat16), or geometric_ratio_band=null."
-        )
+    band, sampler = cfg.geometric_ratio_band, cfg.rollouts_by.name
+    options = {
+        "geometric_ratio_band": OmegaConf.to_container(band) if isinstance(band, ListConfig) else band,
+        "use_vllm": sampler not in SAMPLES_HERE,
+        "sampler_dtype": "bfloat16" if sampler == "hf_bfloat16" else None,
+    }
+    try:
+        refuse_band(SimpleNamespace(**(dict(cfg.trainer) | options)))
+    except ValueError as error:
+        keys = {
+            "use_vllm=True (or sampler_dtype=bfloat16)": "rollouts_by=vllm (or hf_bfloat16)",
+            "use_vllm=False": "rollouts_by=hf",
+            "vllm_importance": "trainer.vllm_importance",
+            "[0.99,1.01]": "'[0.99,1.01]'",
+            "None": "null",
+        }
+        text = str(error)
+        for option, key in keys.items():
+            text = text.replace(option, key)
+        raise RunError(text) from error
 
 
 def _check_batches(cfg: DictConfig, processes: int) -> None:

@@ -80,8 +80,16 @@ DERIVED = {
     "data_seed": "seed",
     "logging_steps": "nothing: every step is recorded",
     "logging_strategy": "nothing: every step is recorded",
+    "num_generations_eval": "evaluation.samples",
+    "train_sampling_strategy": "nothing: the order of the prompts follows from seed and epoch",
+    "length_column_name": "nothing: the order of the prompts follows from seed and epoch",
+    "label_smoothing_factor": "nothing: the loss of a policy has no labels",
+    "trust_remote_code": "nothing: a model is loaded without code of its own",
+    "save_total_limit": "nothing: the last checkpoint and the best are kept",
+    "auto_find_batch_size": "model.rollouts_per_forward",
     "sync_ref_model": "nothing: a moving reference model is not in the checkpoints, so no run could be resumed",
 }
+CONTINUOUS_BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # an option by its two names
 SHARDING = {"fsdp": "fsdp2", "fsdp_config": "fsdp2", "deepspeed": "zero3"}  # key of parallel.trainer: its `parallel`
 FSDP2_KEYS = frozenset(  # of fsdp_config that transformers reads with version 2; it ignores any other
     {
@@ -109,6 +117,12 @@ def check_trainer(cfg: DictConfig) -> None:
             f"trainer.vllm_importance_sampling_mode={mode} is not one of {', '.join(IMPORTANCE_MODES)}."
             f"{near_miss(mode, IMPORTANCE_MODES)}"
         )
+    for key in CONTINUOUS_BATCHING:
+        if cfg.trainer.get(key) and cfg.model.dtype == "bfloat16":
+            raise RunError(
+                f"trainer.{key}={typed(cfg.trainer[key])} with model.dtype=bfloat16: TRL would round the weights "
+                "that are trained to bfloat16 at the first rollout. Use rollouts_by=vllm, or model.dtype=float32."
+            )
     trackers.refuse_unknown(cfg)
     top_p = cfg.trainer.get("top_p", 1.0)
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:

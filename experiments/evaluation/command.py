@@ -177,7 +177,8 @@ def check_sampling(configurations: dict[str, DictConfig], processes: int) -> Non
         rows = cfg.rollouts_by.rows
         raise RunError(f"rollouts_by.rows={rows} cuts the batches of a training step. Use rollouts_per_batch={rows}.")
     check_this_machine(cfg)
-    check_processes(cfg, processes)
+    for one in configurations.values():
+        check_processes(one, processes)
     if cfg.rollouts_by.name != "hf" and len({uses_tools(one) for one in configurations.values()}) > 1:
         raise RunError(
             f"tasks={list(configurations)} are with and without Python, and each kind needs a vLLM of its own. Give "

@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from peft import PeftModel
 
-from experiments.hardware import sampled_source
+from experiments.hardware import source_of
 from experiments.train import weights_folder
 from otb.errors import RunError
 from otb.policies.models import load_model
@@ -36,7 +36,7 @@ class Policies:
         if (source := adapter or base) == self.source:
             return False
         attention = cfg.model.get("attn_implementation")
-        model = load_model(sampled_source(cfg, base), cfg.model.revision, cfg.model.dtype, attention)
+        model = load_model(source_of(cfg, base), cfg.model.revision, cfg.model.dtype, attention)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
         if self.model is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import is_tiny
+from experiments.build import has_reference, is_tiny
 from experiments.command_line import near_miss
 from experiments.planning.architectures import architecture_of
 from experiments.planning.memory import moments, peak, state
@@ -272,6 +272,7 @@ def step_of(
         memory_share=float(share or 0.0),
         sleep=bool(OmegaConf.select(cfg, "rollouts_by.sleep", default=False)),
         card=float(card_memory_bytes),
+        reference=has_reference(cfg),
     )
     if sampler == "vllm" and share is None:
         step = replace(step, memory_share=largest_share(step, TOLERANCE * step.card))

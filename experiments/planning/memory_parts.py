@@ -34,9 +34,10 @@ def weights(step: Step) -> float:
     """Returns bytes of the weights: 4 per trained parameter (float32), 2 of zero3 in bfloat16, over the processes.
 
     Frozen weights beneath LoRA have the dtype of the forward (experiments/train.py, weights_dtype). A copy that samples
-    has 2 for each of all.
+    has 2 for each of all. A reference model is a second copy of the trained ones: TRL loads it in their dtype, and
+    shards it where they are.
     """
-    per_trained = step.number if step.parallel == "zero3" else 4
+    per_trained = (step.number if step.parallel == "zero3" else 4) * (2 if step.reference else 1)
     copied = 2.0 * (step.trained + step.frozen) if step.sampler == "hf_bfloat16" else 0.0
     return (per_trained * step.trained + step.number * step.frozen) * step.share + copied
 
@@ -180,9 +181,10 @@ def logits_avoided(step: Step) -> float:
 def pass_rollouts(step: Step) -> int:
     """Returns the rollouts of one forward of the extra pass: one of `CHUNKS` parts of a step's, or a micro-batch.
 
-    With vLLM the pass is TRL's, of whole micro-batches.
+    With vLLM, and of a reference model, the pass is TRL's, of whole micro-batches.
     """
-    return min(step.forward, -(-step.rollouts // CHUNKS)) if step.sampler == "hf" else step.forward
+    in_chunks = step.sampler == "hf" and not step.reference
+    return min(step.forward, -(-step.rollouts // CHUNKS)) if in_chunks else step.forward
 
 
 # ---- sampling

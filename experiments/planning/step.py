@@ -12,6 +12,7 @@ class Step:
     """What the memory of one process depends on.
 
     Args:
+        reference: whether a second copy of the policy is held, from which the KL term is measured.
         lora_rank: of LoRA on `lora_targets` (None: all linear modules); None where all parameters are trained.
         dtype: of the forward: float32 or bfloat16. Trained weights are float32 beneath it.
         parallel: ddp, fsdp2 or zero3, over `processes`.
@@ -45,6 +46,7 @@ class Step:
     sleep: bool = True
     card: float = 80e9
     on_gpu: bool = True
+    reference: bool = False
 
     @property
     def accumulates(self) -> bool:

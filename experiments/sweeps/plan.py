@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from experiments.checks import check
 from experiments.checks.files import check_files
-from experiments.hardware import check_enough_gpus
+from experiments.hardware import check_enough_gpus, check_gpus_of_launcher
 from experiments.identity import run_path
 from experiments.planning.fit import check_largest_card
 from experiments.sweeps.jobs import Job
@@ -46,6 +46,7 @@ def plan(
             if here:
                 check_enough_gpus(cfg)
             else:
+                check_gpus_of_launcher(cfg, processes)
                 check_largest_card(cfg, processes)
             if cfg.overwrite or state_of(job).state != "done":
                 check_files(cfg, here)
