@@ -81,29 +81,15 @@ def mean_of_others(rollouts: RolloutGroups, weights: Tensor | None = None, other
     """Returns sum_{j != i} weights_j G_j / sum_{j != i} weights_j; `otherwise` where the others weigh nothing.
 
     weights (P, G, T) >= 0, 0 for rollouts that do not count; None = 1 for each scored rollout -> (P, G, T), or
-    (P, G, 1) without anything per token. A rollout's own reward and weights do not enter its value, not even rounded.
+    (P, G, 1) without anything per token. A rollout's own weights do not enter its value, and its own reward moves it by
+    rounding alone: through the smallest return of the group, from which returns are counted.
     """
     if weights is None:
         weights = rollouts.scored.unsqueeze(-1).to(rollouts.rewards.dtype)
+    lowest = lowest_return(rollouts)
     denominator = sum_of_others(weights)
-    mean = sum_of_others(weights * rollouts.returns) / denominator
-    return mean.clamp(*range_of_others(rollouts)).where(denominator > 0, otherwise)
-
-
-def range_of_others(rollouts: RolloutGroups) -> tuple[Tensor, Tensor]:
-    """Returns the smallest and the largest return of the other scored rollouts, (P, G, 1 or T) each.
-
-    A mean leaves this range by rounding alone, so that in it the mean of equal returns is exactly that return. Where
-    there are no others the two mean nothing.
-    """
-    import torch
-
-    unscored, bounds = ~rollouts.scored.unsqueeze(-1), []
-    for largest, last in ((False, float("inf")), (True, float("-inf"))):
-        returns = rollouts.returns.masked_fill(unscored, last)
-        most = returns.topk(min(2, rollouts.group_size), dim=1, largest=largest).values
-        bounds.append(torch.where(returns == most[:, :1], most[:, -1:], most[:, :1]))  # one's own is not among them
-    return bounds[0], bounds[1]
+    mean = lowest + sum_of_others(weights * (rollouts.returns - lowest)) / denominator
+    return mean.where(denominator > 0, otherwise)
 
 
 def sum_of_others(values: Tensor) -> Tensor:
