@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from otb.records import RunDirectory, write_atomically
+from otb.files import write_atomically
+from otb.records import RunDirectory
 
 PACKAGES = ("otb", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy", "vllm")
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from otb.config_keys import WHERE_AND_HOW, flatten, is_as_before, is_one_of
 from otb.errors import RunError
 from otb.files import sha256_of
 from otb.policies.folders import ADAPTER, WEIGHT_FILES, base_of
-from otb.records import WHERE_AND_HOW, flatten, is_as_before, is_one_of
 
 NAMED = ("baseline", "group_size", "seed", "task", "model")  # keys that the path shows in places of their own
 LONGEST = 120  # characters of all overrides in a name; file systems end at 255 bytes

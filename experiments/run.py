@@ -31,7 +31,8 @@ from experiments.run_lock import RunLock, restarts
 from experiments.sweeps.jobs import JobFile, sweep_arguments
 from experiments.warning_signal import Interrupted, listen
 from otb.errors import RunError, unwritable
-from otb.records import RunDirectory, timestamp, write_atomically
+from otb.files import write_atomically
+from otb.records import RunDirectory, timestamp
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 

@@ -31,7 +31,8 @@ from experiments.run_lock import RunLock
 from experiments.warning_signal import Interrupted, received
 from otb.baselines import Baseline
 from otb.errors import RunError, unwritable
-from otb.records import METRICS, RunDirectory, read_rows, sample_step
+from otb.metric_names import METRICS
+from otb.records import RunDirectory, read_rows, sample_step
 from otb.rollouts import RolloutGroups
 from otb.trainer import GRPOTrainer
 

@@ -31,6 +31,7 @@ from experiments.run_trainer import RESUME_FILES, RunTrainer, Schedule
 from experiments.threads import use_threads
 from otb.auxiliary import refuse_architecture
 from otb.errors import RunError
+from otb.files import write_atomically
 from otb.options import batches
 from otb.policies.models import (
     check_lora_targets,
@@ -41,7 +42,7 @@ from otb.policies.models import (
     model_facts,
     policy_folder,
 )
-from otb.records import RunDirectory, write_atomically
+from otb.records import RunDirectory
 from otb.sandbox import Sandbox
 from otb.tool_calls import check_tool_template
 from otb.trainer import OTBConfig

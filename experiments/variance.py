@@ -28,7 +28,7 @@ from experiments.command_line import CONF, exit_codes, near_miss, refusals, run_
 from experiments.identity import kept_keys, of_sandbox, weights_digest
 from experiments.run_lock import RunLock
 from otb.errors import RunError
-from otb.records import write_atomically
+from otb.files import write_atomically
 
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on

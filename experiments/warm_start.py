@@ -25,10 +25,10 @@ from experiments.checks.values import check_positive, check_true_or_false, check
 from experiments.command_line import CONF, exit_codes, refusals, run_hydra
 from experiments.hardware import visible_gpus
 from experiments.threads import check_threads
+from otb.config_keys import flatten
 from otb.errors import RunError, unwritable
 from otb.options import Batches, batches
 from otb.policies.folders import MADE_FROM
-from otb.records import flatten
 
 WHERE_AND_HOW = ("output", "use_cpu", "threads", "model.learning_rate")  # keys that make no other policy
 SMALLEST = {"demonstrations": 1, "demonstrations_per_step": 1, "seed": 0}

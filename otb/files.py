@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever happens while they are written. Standard library only."""
+"""Files that are whole or absent, whatever happens while they are written. It imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from otb.errors import unwritable
 
 
 @contextlib.contextmanager
@@ -65,3 +67,12 @@ def sha256_of(file: Path) -> str:
     """Returns the SHA-256 of a file's bytes, in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the text of a file, which holds the old text or the new one whatever happens. Raises RunError."""
+    try:
+        with whole(path) as aside:
+            aside.write_text(text, encoding="utf8")
+    except OSError as error:
+        raise unwritable(path, error) from error

@@ -39,7 +39,7 @@ class Reading(NamedTuple):
     phi: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Returns what is known, by the names in otb.records.METRICS."""
+        """Returns what is known, by the names in otb.metric_names.METRICS."""
         return {f"improvement_{name}": value for name, value in self._asdict().items() if value is not None}
 
 

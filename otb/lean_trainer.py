@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from otb.config_keys import flatten
 from otb.improving_trainer import ImprovingTrainer
 from otb.loss_inputs import per_position, response_mask
-from otb.records import flatten
 from otb.rollouts import joined
 
 ROW = "kept_row"  # the key of a batch under which each rollout's place in the kept pass stands

@@ -1,6 +1,7 @@
 """Computes statistics of a step's rollouts and of the advantages used, which the trainer logs.
 
-The names are those of `otb.records.METRICS`, which holds units and definitions. What cannot be measured is left out.
+The names are those of `otb.metric_names.METRICS`, which holds units and definitions. What cannot be measured is
+left out.
 """
 
 from __future__ import annotations

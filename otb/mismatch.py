@@ -13,7 +13,7 @@ LARGEST = 20.0  # |log ratio|, verl's bound: beyond it an exponential says no mo
 
 
 def mismatch_metrics(log_ratio: Tensor, own: Tensor) -> dict[str, float]:
-    """Returns the mismatch of a batch of rollouts under its names in `otb.records.METRICS`.
+    """Returns the mismatch of a batch of rollouts under its names in `otb.metric_names.METRICS`.
 
     log_ratio: (B, T) log pi of the policy that trains minus the sampler's; NaN where the sampler gave no log-prob.
     own: (B, T) bool, True = own token that counts. Tokens of other rollouts are left out, and rollouts without a token.

@@ -271,7 +271,7 @@ class ToolTrainer(OTBTrainer):
                     del rows[i][-1]
 
     def _log_tool_use(self) -> None:
-        """Logs the tool metrics of otb/records.py, over all processes; shares of calls only where there were calls."""
+        """Logs the metrics of tools over all processes; shares of calls only where there were calls."""
         uses = [rollout.environment.use for rollout in self._rollouts]
         columns: dict[str, list[float]] = {
             "rollouts": [1 for _ in uses],

@@ -24,7 +24,8 @@ from experiments.sweeps.jobs import Job, earlier_jobs, load_jobs, save_jobs
 from experiments.sweeps.plan import folder_of, plan
 from experiments.sweeps.snapshot import take_snapshot
 from otb.errors import CRASHED, STOPPED_FROM_KEYBOARD, RunError
-from otb.records import timestamp, write_atomically
+from otb.files import write_atomically
+from otb.records import timestamp
 from slurm.states import certain_states, states_of
 
 NOT_OF_SBATCH = ("wait", "max_restarts", "max_num_timeout", "container", "srun_args", "submitit_folder")

@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORT = re.compile(r"(import|from) \w")  # at the top: inside a function or under TYPE_CHECKING it is indented
-ANALYSIS_MAY_IMPORT = {"otb.errors", "otb.records", "otb.laboratory.statistics"}
+ANALYSIS_MAY_IMPORT = {
+    *("otb.config_keys", "otb.errors", "otb.files", "otb.metric_names", "otb.records"),
+    "otb.laboratory.statistics",
+}
 LEAF_MAY_IMPORT = {
     "errors": set(),
     "files": set(),
@@ -104,7 +107,8 @@ def test_laboratory_reads_the_mathematics_and_samples_by_the_trainer_alone():
 
 def test_slurm_builds_on_the_light_half_of_the_experiments():
     """Whatever imports torch stays out of the submitting side and of the process that watches over a job."""
-    named = ("experiments.summary", "experiments.run_lock", "experiments.warning_signal", "otb.errors", "otb.records")
+    named = ("experiments.summary", "experiments.run_lock", "experiments.warning_signal")
+    named += ("otb.config_keys", "otb.errors", "otb.files", "otb.records")
     for path in (ROOT / "slurm").glob("*.py"):
         for name in imports_of(path):
             assert name in named or name.startswith(("slurm", "experiments.sweeps")), f"{path.name} imports {name}"
@@ -117,6 +121,8 @@ LIGHT = [
     "otb.errors",
     "otb.options",
     "otb.records",
+    "otb.metric_names",
+    "otb.config_keys",
     "otb.improvement",
     "otb.token_weights",
     "otb.auxiliary",

@@ -167,7 +167,7 @@ for task in (Reversal(), ReversalTools()):
 
 def test_guide_to_metrics_gives_a_metric_in_the_records_the_table_and_a_figure(typed, policy):
     guide, copy = typed("add_a_metric")
-    assert guide.commands[0] == "python -m otb.records > docs/metrics.md"
+    assert guide.commands[0] == "python -m otb.metric_names > docs/metrics.md"
     changed = [*SMALL, *FEW_PROMPTS, f"model.name={policy}"]
     copy.follow(guide.commands, lambda overrides: changed, further=[[*changed, "temperature=0.5"]])
     assert [0 <= row["solved_groups"] <= 1 for (row,) in copy.rows("*/*")] == [True, True]

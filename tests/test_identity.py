@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from experiments.command_line import accept_open_keys, quoted
 from experiments.identity import difference, run_path, weights_digest
 from otb import errors
+from otb.config_keys import WHERE_AND_HOW
 from otb.errors import RunError
-from otb.records import WHERE_AND_HOW
 from tests.support.commands import ROOT
 
 CHOICES = {"task": "arithmetic", "model": "tiny", "baseline": "otb"}

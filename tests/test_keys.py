@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from experiments import keys
-from otb.records import flatten
+from otb.config_keys import flatten
 from tests.support.commands import ROOT
 
 

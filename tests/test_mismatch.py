@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from otb.metric_names import METRICS
 from otb.mismatch import LARGEST, mismatch_metrics
-from otb.records import METRICS
 
 NAN = float("nan")
 

@@ -8,7 +8,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from otb.records import flatten
+from otb.config_keys import flatten
 from tests.support.commands import ROOT, rows, run_two, the_run
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml") if "card:" in path.read_text())

@@ -7,7 +7,9 @@ import resource
 import pytest
 
 from otb.errors import RunError
-from otb.records import EVALUATION_METRICS, METRICS, RunDirectory, metric_table, read_rows, write_atomically
+from otb.files import write_atomically
+from otb.metric_names import EVALUATION_METRICS, METRICS, metric_table
+from otb.records import RunDirectory, read_rows
 from tests.support.commands import ROOT
 
 
@@ -31,7 +33,7 @@ def written(directory, step, files=("model.safetensors", "optimizer.pt")):
 
 def test_documented_table_of_metrics_is_the_one_in_the_code():
     documented = (ROOT / "docs" / "metrics.md").read_text()
-    assert documented == metric_table() + "\n", "run: python -m otb.records > docs/metrics.md"
+    assert documented == metric_table() + "\n", "run: python -m otb.metric_names > docs/metrics.md"
 
 
 def test_metrics_are_defined_with_a_unit_and_a_sentence():

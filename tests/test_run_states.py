@@ -11,7 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from otb.records import METRICS, RunDirectory
+from otb.metric_names import METRICS
+from otb.records import RunDirectory
 from tests.support import commands
 from tests.support.commands import arguments, rows, the_run, without_times
 from tests.support.holds import Hold

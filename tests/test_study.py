@@ -19,8 +19,8 @@ from analysis.style import plt
 from experiments import study, study_noise
 from experiments.checks import check
 from experiments.command_line import CONF
+from otb.config_keys import WHERE_AND_HOW
 from otb.errors import RunError
-from otb.records import WHERE_AND_HOW
 from tests.support.commands import ROOT
 
 RUNS = ROOT / "tests" / "data" / "runs"

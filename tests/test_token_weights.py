@@ -9,8 +9,8 @@ from peft import LoraConfig
 from torch import tensor
 
 from experiments.identity import difference
+from otb.metric_names import METRICS
 from otb.metrics import effective_support, gini, token_weight_metrics
-from otb.records import METRICS
 from otb.token_weights import MEASURES, TokenWeights, entropy_reductions, refuse_without_base, residuals, weighted_norms
 
 OWN = tensor([[True, True, True, True], [True, True, False, False]])

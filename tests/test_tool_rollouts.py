@@ -10,8 +10,8 @@ import torch
 import trl
 
 from otb.errors import RunError
+from otb.metric_names import METRICS
 from otb.policies.warm_start import WarmStart, warm_start
-from otb.records import METRICS
 from otb.rollouts import OwnTokens
 from otb.sandbox import Result, SandboxFailure
 from otb.sandbox.bubblewrap import Bubblewrap

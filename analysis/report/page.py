@@ -25,7 +25,7 @@ from analysis.runs.samples import own_tokens, read_group
 from analysis.runs.token_colours import background, largest
 from analysis.style import COLUMN
 from otb.errors import RunError
-from otb.records import write_atomically
+from otb.files import write_atomically
 
 HERE = Path(__file__).parent
 SCRIPTS = ("page.js", "watch.js")  # the second one for a page that renews itself

@@ -14,7 +14,7 @@ from pathlib import Path
 from analysis.report.drawing import Drawings
 from analysis.runs.read_run import find_runs, fingerprint
 from otb.errors import STOPPED_FROM_KEYBOARD, RunError
-from otb.records import write_atomically
+from otb.files import write_atomically
 
 
 def watch(folder: Path, page: Path, seconds: float, drawings: Drawings, make: Callable[[], object]) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 from filelock import FileLock
 
+from otb.files import write_atomically
 from otb.laboratory.statistics import MOMENTS, estimator_statistics
-from otb.records import write_atomically
 
 REAL = "arithmetic, SmolLM2-135M"  # what the rows of a real model call its task
 POLICY = ("task", "seed", "stage")  # seed: of the warm start

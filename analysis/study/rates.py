@@ -13,7 +13,7 @@ import yaml
 
 from analysis.study.rows import numbers, read
 from otb.errors import RunError
-from otb.records import write_atomically
+from otb.files import write_atomically
 
 RATES = Path(__file__).with_name("rates.yaml")
 SEARCH = "claim_rates"  # what the names of recipes that search, and of their rows, begin with

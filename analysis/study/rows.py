@@ -19,7 +19,8 @@ from analysis.arms import arm_name, function_name, label, shipped_baselines
 from analysis.runs.marks import FACTS
 from analysis.runs.read_run import find_runs, read_run
 from analysis.runs.rows import flat_cells
-from otb.records import WHERE_AND_HOW, is_as_before, is_one_of, write_atomically
+from otb.config_keys import WHERE_AND_HOW, is_as_before, is_one_of
+from otb.files import write_atomically
 
 EVALUATED = ("evaluation_accuracy", "evaluation_own_tokens_total", "evaluation_response_length_mean")
 EVERY_STEP = ("own_tokens_total", "accuracy", "gradient_norm", "response_length_mean", "truncated")

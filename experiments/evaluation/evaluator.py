@@ -33,8 +33,8 @@ from experiments.threads import use_threads
 from experiments.train import described, quiet_libraries
 from otb.baselines.none import none
 from otb.errors import RunError
+from otb.files import write_atomically
 from otb.policies.models import model_facts
-from otb.records import write_atomically
 from otb.sandbox import Sandbox
 from otb.trainer import OTBConfig
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from otb.errors import RunError, unwritable
-from otb.records import RunDirectory, read_rows, sync_file, write_atomically, write_rows
+from otb.files import sync_file, write_atomically
+from otb.records import RunDirectory, read_rows, write_rows
 
 SAMPLES_TOGETHER = 4  # of a problem in one batch, where k is a multiple of it
 

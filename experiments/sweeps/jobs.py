@@ -18,8 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from otb.config_keys import WHERE_AND_HOW, is_one_of
 from otb.errors import RunError
-from otb.records import WHERE_AND_HOW, RunDirectory, is_one_of, write_atomically
+from otb.files import write_atomically
+from otb.records import RunDirectory
 
 
 @dataclass

@@ -261,6 +261,6 @@ def rows(file: Path) -> list[dict]:
 
 def without_times(file: Path) -> list[dict]:
     """The rows of a file of metrics or evaluations, without what differs between two runs of one configuration."""
-    from otb.records import TIME_AND_MEMORY
+    from otb.metric_names import TIME_AND_MEMORY
 
     return [{name: value for name, value in row.items() if name not in TIME_AND_MEMORY} for row in rows(file)]
