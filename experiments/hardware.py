@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.build import build, has_reference
 from experiments.command_line import SAID
 from experiments.planning.fit import vllm_gpus, vllm_share
+from experiments.planning.step import SAMPLES_HERE
 from experiments.prefetch import MODEL_FILES
 from experiments.threads import check_threads
 from otb import baselines
@@ -34,8 +35,6 @@ from otb.options import NEUTRAL_SAMPLING, refuse_sampler_dtype
 
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # names in CPU_INFO: x86, Intel's matrix units, ARM
-SAMPLES_HERE = ("hf", "hf_bfloat16")  # `rollouts_by` that is transformers' generate
-EXACT_NORMS = {"sequence_norms", "prefix_norms"}
 
 
 def check_processes(cfg: DictConfig, processes: int) -> None:
@@ -123,7 +122,7 @@ def _check_parallel(cfg: DictConfig, processes: int) -> None:
             f"parallel={kind} divides the policy over several processes, and this run has one. Add gpus=8, or use "
             "parallel=ddp."
         )
-    needs = baselines.needs_of(build(cfg, "baseline")) & EXACT_NORMS
+    needs = baselines.needs_of(build(cfg, "baseline")) & baselines.EXACT_NORMS
     what = f"baseline={cfg.baseline._target_.rsplit('.', 1)[-1]}" if needs else "measure_gradient_noise=true"
     if needs or cfg.measure_gradient_noise:
         raise RunError(

@@ -21,7 +21,7 @@ from transformers.trainer_utils import set_seed
 
 from experiments.command_line import CONF
 from experiments.laboratory_report import report
-from experiments.train import Inputs, checked_inputs, lora_config, quiet_libraries, weights_folder
+from experiments.train import Inputs, base_and_adapter, checked_inputs, lora_config, quiet_libraries
 from otb.errors import RunError
 from otb.exact_norms import trainable
 from otb.laboratory import workers
@@ -91,13 +91,8 @@ def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
     Raises RunError where it cannot be loaded, has too many parameters for exact scores, or would be sampled otherwise
     than from its softmax.
     """
-    checkpoint = None if cfg.checkpoint is None else str(Path(cfg.checkpoint).expanduser().resolve())
-    adapter = None
-    if checkpoint is not None and not (Path(checkpoint) / "adapter_config.json").exists():
-        base = checkpoint
-    else:
-        base = weights_folder(cfg, task, steps.warm_start)
-        adapter = checkpoint
+    checkpoint = None if cfg.checkpoint is None else Path(cfg.checkpoint).expanduser().resolve()
+    base, adapter = base_and_adapter(cfg, task, checkpoint, steps.warm_start)
     if adapter is None and (lora := lora_config(cfg)) is not None:
         adapter = str(folder / "adapter")
         if not Path(adapter).exists():

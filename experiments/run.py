@@ -27,7 +27,7 @@ from experiments.command_line import CONF, ending_at_once, exit_codes, refusals,
 from experiments.environment import number_of_processes
 from experiments.hardware import check_gpus, check_this_machine, counted, start_processes, starts_processes
 from experiments.identity import difference, run_path, short_name
-from experiments.run_lock import RunLock, restarts
+from experiments.run_lock import RunLock, held_by_this_run, restarts
 from experiments.sweeps.jobs import JobFile, sweep_arguments
 from experiments.warning_signal import Interrupted, listen
 from otb.errors import RunError, unwritable
@@ -118,11 +118,11 @@ def train_locked(
 
                 train(cfg, directory, lock, command, progress, sandbox)
         except Interrupted:
-            if lock is not None and lock.held():
+            if lock is not None and may_note(directory, lock):
                 directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps)
             raise
         except BaseException as error:
-            if lock is not None and lock.held():
+            if may_note(directory, lock):
                 note_failure(directory, cfg.steps, error)
             if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
                 raise unwritable(Path(error.filename or directory.path), error) from error
@@ -206,6 +206,15 @@ def prepare(directory: RunDirectory, cfg: DictConfig) -> None:
     directory.clear_unfinished()
     write_atomically(directory.config_file, OmegaConf.to_yaml(cfg, resolve=True))
     directory.write_status("running", step=directory.last_metrics().get("step", 0), steps=cfg.steps)
+
+
+def may_note(directory: RunDirectory, lock: RunLock | None) -> bool:
+    """Tells whether the end of this process is that of the run: the first to fail is the cause, the others lose it.
+
+    lock: None in all processes but the first.
+    """
+    is_ours = held_by_this_run(directory.path) if lock is None else lock.held()
+    return is_ours and directory.status().get("state") == "running"
 
 
 def note_failure(directory: RunDirectory, steps: int, error: BaseException) -> None:

@@ -111,7 +111,19 @@ def this_process() -> dict:
         "process_started": process.create_time(),
         "job": os.environ.get("SLURM_JOB_ID"),
         "job_restarts": restarts(),
+        "meets_at": meeting_point(),
     }
+
+
+def meeting_point() -> str | None:
+    """Returns where the processes of this run find each other, which no other run has; None for a run of one."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return f"{address}:{port}" if port else None
+
+
+def held_by_this_run(directory: Path) -> bool:
+    """Tells whether the first process of this very run holds the lock; asked by the others, which hold none."""
+    return meeting_point() is not None and read_lock(directory / "lock.json").get("meets_at") == meeting_point()
 
 
 def restarts() -> int:

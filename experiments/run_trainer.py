@@ -148,7 +148,7 @@ class RunTrainer(EvaluatingTrainer):
         interrupted = self._due(step, 1) and self._any_process_warned()
         if interrupted or self._due(step, schedule.checkpoint_every):
             self.write_checkpoint()
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and self.directory.status().get("state") != "failed":  # another process has
             self.directory.write_status("running", step=step, steps=self.state.max_steps)
         if interrupted and step < self.state.max_steps:
             raise Interrupted(f"a warning signal came; checkpoint written at step {step}")

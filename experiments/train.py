@@ -33,7 +33,9 @@ from otb.auxiliary import refuse_architecture
 from otb.errors import RunError
 from otb.files import write_atomically
 from otb.options import batches
+from otb.policies.folders import ADAPTER
 from otb.policies.models import (
+    WEIGHT_FILES,
     check_lora_targets,
     check_prompt_lengths,
     check_shipped_head,
@@ -208,6 +210,24 @@ def weights_folder(cfg: DictConfig, task, progress: Callable[[int, int, float], 
     model = cfg.model
     recipe = dict(model.get("warm_start") or {})
     return policy_folder(model.name, task, recipe, progress, model.revision, model.get("gguf_file"))
+
+
+def base_and_adapter(
+    cfg: DictConfig, task, checkpoint: Path | None, progress: Callable[[int, int, float], None]
+) -> tuple[str, str | None]:
+    """Returns folder or hub id of the whole policy, and the folder of the LoRA adapter on top of it or None.
+
+    checkpoint: a folder with either; None for the weights of `cfg.model`. Raises RunError where it holds neither.
+    """
+    if checkpoint is None or (checkpoint / ADAPTER).exists():
+        base = weights_folder(cfg, task, progress)
+        return base, None if checkpoint is None else str(checkpoint)
+    if not any(file for pattern in WEIGHT_FILES for file in checkpoint.glob(pattern)):
+        raise RunError(
+            f"{checkpoint} holds no weights that transformers can load ({', '.join(WEIGHT_FILES)}). Give a checkpoint "
+            "with the whole policy or an adapter; the parts of a sharded one have to be put together first."
+        )
+    return str(checkpoint), None
 
 
 def note_start(cfg: DictConfig, directory: RunDirectory, command: list[str], inputs: Inputs, folder: str) -> None:

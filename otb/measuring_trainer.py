@@ -32,8 +32,6 @@ from otb.token_weights import OF_THE_BASE, TokenWeights, residuals, weighted_nor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})
-
 
 class MeasuringTrainer(LeanTrainer):
     """A GRPOTrainer that measures rollouts. A subclass sets the four attributes below before it calls `__init__`."""
@@ -122,7 +120,7 @@ class MeasuringTrainer(LeanTrainer):
         self._signals, self._factors = self._signals_and_factors(own, self._watched)
         if self._needs_score_norms:
             measured["score_norms"] = weighted_norms(own.pack(proxy(output, *probabilities)), self._factors)
-        for name in sorted(self._needs & EXACT_NORMS):
+        for name in sorted(self._needs & baselines.EXACT_NORMS):
             measured[name] = self._exact_norms(output, getattr(exact_norms, name))
         return measured
 
@@ -168,7 +166,12 @@ class MeasuringTrainer(LeanTrainer):
         prompt_width, width_of_all = output["prompt_ids"].size(1), output["completion_ids"].size(1)
         lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
         started = time.perf_counter()
-        keep = keep and not self._watched_for_weights and not self._needs & EXACT_NORMS and self._can_keep_pass(output)
+        keep = (
+            keep
+            and not self._watched_for_weights
+            and not self._needs & baselines.EXACT_NORMS
+            and self._can_keep_pass(output)
+        )
         learns = torch.zeros_like(lengths, dtype=torch.bool)
         if keep:
             learns = self._may_learn(OwnTokens(response_mask(output)))

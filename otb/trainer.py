@@ -63,7 +63,7 @@ from otb.gradient_noise import GradientNoise
 from otb.improvement import PolicyImprovement
 from otb.lean_sampling import lean_sampling
 from otb.loss_inputs import response_mask
-from otb.measuring_trainer import EXACT_NORMS, MeasuringTrainer
+from otb.measuring_trainer import MeasuringTrainer
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, token_weight_metrics
 from otb.mismatch import mismatch_metrics
 from otb.mtp_training import MTPTraining
@@ -246,7 +246,7 @@ class OTBTrainer(MeasuringTrainer):
         if auxiliary is not None:
             refuse_auxiliary(self.args, auxiliary, getattr(self.model, "peft_config", None))
             self._refuse_sharding("auxiliary=", "auxiliary=None")
-        if self._needs & EXACT_NORMS:
+        if self._needs & baselines.EXACT_NORMS:
             exact_norms.trainable(self.model)  # too many parameters are refused before the first rollout
             self._refuse_sharding(f"baseline {baselines.name_of(baseline)}", "a baseline with the proxy")
         if self._noise:

@@ -16,7 +16,9 @@ ANALYSIS_MAY_IMPORT = {
 }
 LEAF_MAY_IMPORT = {
     "errors": set(),
-    "files": set(),
+    "files": {"otb.errors"},
+    "metric_names": set(),
+    "config_keys": set(),
     "records": {"otb.errors", "otb.files"},
     "options": {"otb"},
     "score_norms": set(),

@@ -11,6 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from experiments.run import may_note
+from experiments.run_lock import RunLock
 from otb.metric_names import METRICS
 from otb.records import RunDirectory
 from tests.support import commands
@@ -134,6 +136,36 @@ def test_a_process_whose_lock_was_taken_over_stops_before_its_next_row(policy, t
     assert process.exitcode == REFUSED and len(rows(run / "metrics.jsonl")) == 1
     assert "was taken over by another process; this one stops here" in (tmp_path / "log").read_text()
     assert json.loads((run / "lock.json").read_text())["token"] == "another's"
+
+
+def test_a_failure_of_the_second_process_is_that_of_the_run(policy, tmp_path):
+    """The first one only loses it, and says so after it."""
+    (tmp_path / "broken").touch()
+    broken = {"OTB_TEST_FAILING_FILE": str(tmp_path / "broken"), "OTB_TEST_FAILING_RANK": "1"}
+    first, second = commands.run_two(arguments(tmp_path / "runs", model__name=policy), tmp_path / "log", **broken)
+    assert first[0] != 0 and second[0] != 0
+    status = RunDirectory(the_run(tmp_path / "runs")).status()
+    assert (status["state"], status["error"]) == ("failed", "ValueError: the reward of this rank is broken")
+
+
+@pytest.mark.parametrize(
+    ("state", "port", "noted"),
+    [
+        ("running", "29500", True),
+        ("finished", "29500", False),
+        ("failed", "29500", False),  # the first reason stays
+        ("running", "29501", False),  # the lock was taken over by another run
+    ],
+)
+def test_a_process_without_the_lock_notes_the_end_of_its_own_run_alone(tmp_path, monkeypatch, state, port, noted):
+    directory = RunDirectory(tmp_path)
+    directory.write_status(state, step=2, steps=4)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with RunLock(tmp_path):
+        monkeypatch.setenv("MASTER_PORT", port)
+        assert may_note(directory, None) == noted
+    assert not may_note(directory, None)  # the first process is gone, and has noted how
 
 
 def test_trackers_are_told_the_run_they_belong_to_and_no_others_are(monkeypatch, tmp_path):

@@ -26,7 +26,6 @@ from experiments.checks.target import check_target
 from experiments.checks.trainer import check_parallel_trainer, check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
 from experiments.hardware import (
-    SAMPLES_HERE,
     check_gpus,
     check_processes,
     check_this_machine,
@@ -35,6 +34,7 @@ from experiments.hardware import (
 )
 from experiments.held_out import check_held_out
 from experiments.planning.fit import check_card
+from experiments.planning.step import SAMPLES_HERE
 from otb import baselines
 from otb.errors import RunError
 from otb.options import NEUTRAL_SAMPLING, batches, refuse_band, refuse_broken_groups, refuse_options

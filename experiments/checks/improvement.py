@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from omegaconf import DictConfig
 
+from experiments.planning.step import SAMPLES_HERE
 from otb.errors import RunError
 from otb.options import refuse_improvement
 
@@ -21,7 +22,7 @@ def check_improvement(cfg: DictConfig, improvement) -> None:
             f"parallel={cfg.parallel.name} divides parameters and their gradients, and an improvement update has been "
             "tried with whole ones alone. Use parallel=ddp, or improvement=none."
         )
-    if cfg.rollouts_by.name not in ("hf", "hf_bfloat16"):
+    if cfg.rollouts_by.name not in SAMPLES_HERE:
         raise RunError(
             f"rollouts_by={cfg.rollouts_by.name} has not been tried with improvement updates: they change the weights "
             "between the rollouts and their own update. Use rollouts_by=hf, or improvement=none."

@@ -9,8 +9,7 @@ from omegaconf import DictConfig
 from peft import PeftModel
 
 from experiments.hardware import source_of
-from experiments.train import weights_folder
-from otb.errors import RunError
+from experiments.train import base_and_adapter
 from otb.policies.models import load_model
 from otb.tasks import Task
 
@@ -32,7 +31,7 @@ class Policies:
 
         task: the one whose warm start the tiny policy begins from. Raises RunError where the weights cannot be loaded.
         """
-        base, adapter = self._place(cfg, task, checkpoint)
+        base, adapter = base_and_adapter(cfg, task, checkpoint, self._warm_start)
         if (source := adapter or base) == self.source:
             return False
         attention = cfg.model.get("attn_implementation")
@@ -45,15 +44,3 @@ class Policies:
             self.model.load_state_dict(model.state_dict())
         self.source, self.base = source, None if adapter is None else base
         return True
-
-    def _place(self, cfg: DictConfig, task: Task, checkpoint: Path | None) -> tuple[str, str | None]:
-        """Returns folder or hub id of the whole policy, and the folder of the adapter on top of it or None."""
-        if checkpoint is None or (checkpoint / "adapter_config.json").exists():
-            base = weights_folder(cfg, task, self._warm_start)
-            return base, None if checkpoint is None else str(checkpoint)
-        if not any(checkpoint.glob("*.safetensors")) and not any(checkpoint.glob("*.bin")):
-            raise RunError(
-                f"{checkpoint} holds no weights that transformers can load (*.safetensors, *.bin). Give a checkpoint "
-                "with the whole policy or an adapter; the parts of a sharded one have to be put together first."
-            )
-        return str(checkpoint), None

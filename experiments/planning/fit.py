@@ -23,7 +23,7 @@ from experiments.command_line import near_miss
 from experiments.planning.architectures import architecture_of
 from experiments.planning.memory import moments, peak, state
 from experiments.planning.memory_parts import vllm_room, vllm_weights
-from experiments.planning.step import Step
+from experiments.planning.step import SAMPLES_HERE, Step
 from otb.errors import RunError
 
 ASSUMPTIONS = Path(__file__).resolve().parents[2] / "conf" / "plan.yaml"
@@ -154,7 +154,7 @@ def other_steps(step: Step, reserve: float) -> Iterator[Step]:
         dict.fromkeys((step.sync_each_forward, True)),
     ):
         sharded = parallel != "ddp"
-        if rollouts % processes or (sharded and (processes == 1 or sampler in ("hf", "hf_bfloat16"))):
+        if rollouts % processes or (sharded and (processes == 1 or sampler in SAMPLES_HERE)):
             continue
         if sync != step.sync_each_forward and parallel != "fsdp2":
             continue

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from experiments.planning.architectures import Architecture
 
+SAMPLES_HERE = ("hf", "hf_bfloat16")  # `rollouts_by` that is transformers' generate
+
 
 @dataclass(frozen=True)
 class Step:
@@ -72,7 +74,7 @@ class Step:
     @property
     def generates(self) -> bool:
         """Returns whether transformers' generate samples, by the policy or by a bfloat16 copy of it."""
-        return self.sampler in ("hf", "hf_bfloat16")
+        return self.sampler in SAMPLES_HERE
 
     @property
     def number(self) -> int:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from otb.rollouts import RolloutGroups, TokenStates
 
+EXACT_NORMS = frozenset({"sequence_norms", "prefix_norms"})  # of whole gradients
 # Norms of the score of the softmax at the temperature, which must then be what rollouts are sampled from.
-SCORES = frozenset({"score_norms", "sequence_norms", "prefix_norms"})
+SCORES = EXACT_NORMS | {"score_norms"}
 KNOWN_NEEDS = SCORES | {"hidden_states"}
 
 
