@@ -115,7 +115,7 @@ def refuse_band(args: Any) -> None:
     if band is None:
         return
     numbers = isinstance(band, list | tuple) and len(band) == 2 and all(isinstance(x, int | float) for x in band)
-    if not numbers or not 0 <= band[0] < 1 < band[1]:
+    if not numbers or not 0 < band[0] < 1 < band[1]:
         raise ValueError(
             f"geometric_ratio_band={band} must be two numbers [low, high] around 1, or None. Try "
             "geometric_ratio_band=[0.99,1.01]."
