@@ -420,7 +420,7 @@ def test_errors_are_short_and_say_the_fix(tmp_path, capsys, folder):
     write_run(tmp_path / "unfinished", state="running")
     assert main([str(tmp_path / folder)]) == 2
     said = capsys.readouterr().err
-    assert "error: " in said and any(fix in said for fix in ("Give the folder", "run.py", "--include unfinished"))
+    assert "error: " in said and any(fix in said for fix in ("Give a folder", "run.py", "--include unfinished"))
 
 
 def test_help_answers_before_anything_heavy_is_imported():
