@@ -27,7 +27,7 @@ from analysis.study import rows
 from analysis.study.rates import SEARCH, write_rates
 from experiments.checks import check_learning_rate
 from experiments.command_line import CONF, exit_codes
-from experiments.study_noise import measure, measure_real
+from experiments.study_noise import measure, measure_real, warm_start_real
 from experiments.sweeps.jobs import save_jobs
 from experiments.sweeps.local import LocalSweep, check_parallel
 from experiments.sweeps.plan import Composer, folder_of, plan
@@ -38,7 +38,7 @@ ROWS = CONF.parent / "docs" / "study" / "rows"
 RUNS = "runs/study"
 RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
 MEASURED = ("claim_c1", "claim_c1_tools", "claim_c1_long")  # whose rows are measurements of policies, not runs
-MEASURED_REAL = "claim_c1_real"
+MEASURED_REAL, TRAINED_REAL = "claim_c1_real", "claim_c3_c4_real"  # both start from one supervised pass
 QUICK = {"claim_c3_c4": 2, "claim_c3_c4_32": 2, "claim_c1": 1, "claim_c2": 1}  # seeds: half an hour on two cores
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
@@ -49,7 +49,7 @@ RECIPES = (  # in the order in which they are run
     *("claim_rates_long_32", "claim_c3_c4_long_32", "claim_c1_long"),
     *("neighbours_improvement", "neighbours_auxiliary", "neighbours_token_weights", "neighbours_schedule"),
     *("neighbours_plateau", "neighbours_schedule_cosine", "neighbours_schedule_tools"),
-    MEASURED_REAL,
+    *(MEASURED_REAL, TRAINED_REAL),
 )
 
 
@@ -63,7 +63,7 @@ def study(
     """Runs what the rows in `folder` lack of each recipe. Raises RunError.
 
     recipes: name -> seeds of each arm, the first so many, or None for all. made: a folder of runs whose rows are added;
-    nothing is run. real_model: overrides that say where the weights of claim_c1_real are, if not on the hub.
+    nothing is run. real_model: overrides that say where the real model's weights are, if not on the hub.
     """
     check_parallel(parallel)
     for recipe, seeds in recipes.items():
@@ -84,6 +84,8 @@ def study(
             rows.collect(made or Path(RUNS), asked, file)
         missing = [run for key, run in keys.items() if key not in rows.keys_in(file)]
         print(f"{recipe}: {len(keys)} runs, {len(keys) - len(missing)} of them have a row", flush=True)
+        if made is None and missing and recipe == TRAINED_REAL:
+            warm_start_real(list(real_model), Path(RUNS))
         if made is None and missing:
             run(recipe, missing, parallel, partial(rows.collect, asked=asked, file=file))
         searched = recipe.startswith(SEARCH) and seeds is None and keys.keys() <= rows.keys_in(file)
@@ -166,7 +168,7 @@ def command_line(arguments: list[str]) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="where the weights of claim_c1_real are, if not on the hub: model.name=FOLDER model.gguf_file=NAME",
+        help="where the weights of claim_*_real are, if not on the hub: model.name=FOLDER model.gguf_file=NAME",
     )
     options = parser.parse_args(arguments)
     with exit_codes(after_stop="goes on with what has no row yet"):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from analysis.study import noise
+from analysis.study.rows import REAL
 from experiments.command_line import CONF
 from otb.errors import RunError
 
@@ -69,15 +70,24 @@ def measure_real(where: list[str], parallel: int | None, file: Path, folder: Pat
 
     where: overrides that say where its weights are, if not on the hub.
     """
-    policy = Policy(noise.REAL, 0, "start")
+    policy = Policy(REAL, 0, "start")
     known = policy in noise.measured(file)
     print(f"claim_c1_real: 1 measurement, {int(known)} of them have rows", flush=True)
     if known:
         return
-    warm = folder / "c1-real" / "warm"
-    typed("warm_start", *REAL_MODEL, *where, f"output={warm}")
+    warm = warm_start_real(where, folder)
     asked = [*REAL_MODEL, f"model.name={warm}", *REAL_SIZE, *REAL_SPACE]
     noise.add(moments(folder / "c1-real", parallel, *asked), policy, file)
+
+
+def warm_start_real(where: list[str], folder: Path) -> Path:
+    """Makes the real model's supervised pass, unless it is there, and returns the folder of its weights.
+
+    where, folder: as in `measure_real`. Raises RunError where the command fails.
+    """
+    warm = folder / "c1-real" / "warm"
+    typed("warm_start", *REAL_MODEL, *where, f"output={warm}")
+    return warm
 
 
 def moments(place: Path, parallel: int | None, *asked: str) -> pd.DataFrame:

@@ -123,12 +123,18 @@ def test_only_runs_that_are_asked_for_are_collected(tmp_path):
     assert rows.read(tmp_path / "methods.csv").varied.tolist() == ["improvement=pipo"]
 
 
+def test_runs_of_the_real_model_have_a_task_of_their_own(tmp_path):
+    wanted = rows.row_of(a_run())["key"]
+    rows.collect(RUNS, {wanted: ""}, tmp_path / "claim_c3_c4_real.csv")
+    assert rows.read(tmp_path / "claim_c3_c4_real.csv").task.tolist() == [rows.REAL]
+
+
 def test_committed_rows_are_of_the_recipes_that_name_them():
     """Every row is a run that its recipe asks for: nothing was run by hand, and no seed was replaced."""
     for file in sorted(study.ROWS.glob("*.csv")):
         assert file.stem in study.RECIPES
         if file.stem == study.MEASURED_REAL:
-            assert kept_noise.measured(file) == {(kept_noise.REAL, 0, "start")}
+            assert kept_noise.measured(file) == {(rows.REAL, 0, "start")}
             continue
         if file.stem in study.MEASURED:
             with study.composing(file.stem) as (_, sweep):
@@ -291,7 +297,7 @@ def test_c1_measures_what_has_no_rows_by_the_commands_that_a_user_types(tmp_path
     assert [line[0] for line in typed[5:]] == ["warm_start", "variance"] and "model.name=weights" in typed[5]
     warm = next(given for given in typed[5] if given.startswith("output="))
     assert warm.replace("output=", "model.name=") in typed[6] and "model.lora.r=4" in typed[6]
-    assert kept_noise.measured(tmp_path / "claim_c1_real.csv") == {(kept_noise.REAL, 0, "start")}
+    assert kept_noise.measured(tmp_path / "claim_c1_real.csv") == {(rows.REAL, 0, "start")}
 
 
 def test_c3_is_supported_where_small_n_is_not_worse_by_two_points_and_empty_where_the_rival_does_as_well():

@@ -10,7 +10,6 @@ from filelock import FileLock
 from otb.files import write_atomically
 from otb.laboratory.statistics import MOMENTS, estimator_statistics
 
-REAL = "arithmetic, SmolLM2-135M"  # what the rows of a real model call its task
 POLICY = ("task", "seed", "stage")  # seed: of the warm start
 COLUMNS = (*POLICY, "prompt", "estimator", "group_size", *MOMENTS)
 

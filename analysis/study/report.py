@@ -16,9 +16,9 @@ from analysis.study import verdicts
 from analysis.study.collapses import cells, cells_section
 from analysis.study.figures import figures
 from analysis.study.methods import write_methods
-from analysis.study.noise import REAL, relative_noise
+from analysis.study.noise import relative_noise
 from analysis.study.rates import SEARCH, chosen, scores
-from analysis.study.rows import BESIDE_C2, FIXED, MAIN, OTHERS, of_kind, read
+from analysis.study.rows import BESIDE_C2, FIXED, MAIN, OTHERS, REAL, of_kind, read
 from analysis.study.verdicts import Comparison, Runs
 from otb.errors import RunError
 
@@ -148,7 +148,8 @@ def summary(spoken: list[Comparison]) -> list[str]:
 
 def command_of(comparison: Comparison) -> str:
     """Returns the command that makes the rows of a comparison."""
-    return COMMANDS[comparison.claim].format(RECIPE_ENDS[comparison.task])
+    command = COMMANDS[comparison.claim].format(RECIPE_ENDS[comparison.task])
+    return command.replace(" claim_c3_c4_real_32", "")  # there the real model was not trained
 
 
 def effect_text(comparison: Comparison) -> str:

@@ -29,6 +29,7 @@ TIMES = ("seconds_step", "seconds_sampling", "seconds_advantages", "seconds_loss
 CONFIGURED = ("key", "task", "baseline", "group_size", "prompts_per_step", "learning_rate", "seed", "steps")
 MADE = ("outcome", "libraries", "commit", "device")
 DIGITS = 5
+REAL = "arithmetic, SmolLM2-135M"  # what the rows of the real model call its task
 ENDED = ("finished", "diverged")
 MAIN = "claim_c3_c4"  # what the names of files of rows begin with
 FIXED = "C4, rollouts per step fixed"  # what stands beside C4: 16 prompts x 4 rollouts and 2 x 32
@@ -120,6 +121,8 @@ def collect(folder: Path, asked: Mapping[str, str], file: Path) -> int:
     asked: key -> what its recipe varies beside the columns that every row has, such as "improvement=pipo", or "".
     """
     found = [row for run in find_runs(folder) if (row := row_of(run)) is not None and row["key"] in asked]
+    if file.stem.endswith("_real"):
+        found = [row | {"task": REAL} for row in found]
     return add([row | ({"varied": text} if (text := asked[row["key"]]) else {}) for row in found], file)
 
 
