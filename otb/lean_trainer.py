@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from otb.config_keys import flatten
 from otb.improving_trainer import ImprovingTrainer
 from otb.loss_inputs import per_position, response_mask
+from otb.options import CHUNKS
 from otb.rollouts import joined
 
 ROW = "kept_row"  # the key of a batch under which each rollout's place in the kept pass stands
-CHUNKS = 4  # of a batch, by length: its rows of one chunk; more would save little padding and make the matrices small
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 NOISY = ("drop", "jitter", "noise")  # in names of options that make two forwards of one model differ
 

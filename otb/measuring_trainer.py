@@ -22,8 +22,9 @@ from trl.trainer.utils import add_fused_lm_head
 from otb import adapters, baselines, exact_norms
 from otb.advantages import advantages as advantages_of
 from otb.baselines import StatefulBaseline
-from otb.lean_trainer import CHUNKS, LeanTrainer, chunks, in_order
+from otb.lean_trainer import LeanTrainer, chunks, in_order
 from otb.loss_inputs import prompts_with_responses, response_mask
+from otb.options import CHUNKS
 from otb.random_state import isolated_random_state
 from otb.rollouts import OwnTokens, RolloutGroups, TokenStates, joined
 from otb.score_norms import logit_gradient_proxy

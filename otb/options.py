@@ -206,6 +206,9 @@ def refuse_generation(
 # ---- the batches of a step
 
 
+CHUNKS = 4  # of a batch, by length: its rows of one chunk; more would save little padding and make the matrices small
+
+
 class Batches(NamedTuple):
     """How one step is divided. A forward with its backward pass is one micro-batch.
 

@@ -19,7 +19,6 @@ from experiments.planning.costs import Card, Rates, Run, disk, forward_flops, ho
 from experiments.planning.fit import refuse_if_it_cannot_fit, step_of, vllm_gpus, vllm_share, why_not
 from experiments.planning.memory import moments, peak, state
 from experiments.planning.memory_parts import (
-    CHUNKS,
     buckets,
     gradients,
     kept_by_layer,
@@ -28,7 +27,6 @@ from experiments.planning.memory_parts import (
     vllm_room,
 )
 from experiments.planning.step import Step
-from otb import lean_trainer
 from otb.errors import RunError
 from tests.support.commands import run_command_line, run_light
 from tests.support.recipes import composed
@@ -207,10 +205,6 @@ def test_vllm_room_is_what_its_share_leaves_beside_its_weights():
 
 def test_logits_of_a_forward_are_never_made():
     assert logits_avoided(PAPER) == 4 * 8 * 8192 * 152_064  # 39.9 GB
-
-
-def test_the_extra_pass_is_planned_in_as_many_chunks_as_the_trainer_cuts():
-    assert CHUNKS == lean_trainer.CHUNKS
 
 
 def test_checkpointing_trades_what_layers_keep_for_their_inputs():

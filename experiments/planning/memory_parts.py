@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from experiments.planning.architectures import Architecture
 from experiments.planning.step import Step
+from otb.options import CHUNKS
 
 TILE = (4096, 32768)  # tokens x vocabulary of TRL's fused LM head: trl/kernels/chunked_logprob.py, trl/trainer/utils.py
 # Tiles alive at once. With Triton one tile is worked on in place; without it (a CPU), torch makes these many copies.
@@ -22,7 +23,6 @@ KEPT_BY_LAYER = {
     "lora float32": (16, 0, 4),
     "lora bfloat16": (18, 2, 4),
 }
-CHUNKS = 4  # of otb/lean_trainer.py, which imports torch; a test keeps the two equal
 DEEPSPEED_LIVE = 1_000_000_000  # stage3_max_live_parameters and sub_group_size, DeepSpeed's defaults
 DEEPSPEED_BUCKET = 500_000_000  # reduce_bucket_size, in numbers; two of them with overlap_comm
 
