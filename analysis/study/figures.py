@@ -12,6 +12,7 @@ from matplotlib.ticker import EngFormatter
 from analysis.arms import label
 from analysis.curves import draw_curves
 from analysis.group_size import accuracy_by_group_size
+from analysis.intervals import FEWEST
 from analysis.study import verdicts
 from analysis.study.collapses import survival
 from analysis.study.rows import COSINE, MAIN, OTHERS, numbers, of_kind, steps_table
@@ -107,8 +108,8 @@ def curves_over_tokens(rows: pd.DataFrame):
     """
     table = steps_table(rows)
     small, rivals = table[table.group_size == SMALL], table[table.baseline.isin(["otb", "rloo", "grpo"])]
-    if small.empty or rivals.empty:
-        raise RunError("Neither panel would have an arm.")
+    if small.seed.nunique() < FEWEST or rivals.empty:
+        raise RunError(f"Means are drawn of {FEWEST} seeds and more: a panel would be empty.")
     _, axes = figure(2, PAGE, 2.6, sharey=True)
     what = ("evaluation_accuracy", "own_tokens_total")
     plotted = [draw_curves(axes[0], small, *what, seed_lines=False), draw_curves(axes[1], rivals, *what)]
