@@ -28,7 +28,8 @@ from transformers import (
 )
 
 from otb.lean_sampling import lean_sampling
-from otb.lean_trainer import CHUNKS, chunks
+from otb.lean_trainer import chunks
+from otb.options import CHUNKS
 from otb.policies.warm_start import WarmStart, warm_start
 from otb.tasks.arithmetic import Arithmetic
 

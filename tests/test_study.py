@@ -49,13 +49,17 @@ def made_up(baseline="otb", group_size=4, seed=0, final=0.8, task="arithmetic", 
     return facts | {name: rows.joined(pd.Series(values)) for name, values in cells.items()}
 
 
-def arms(**finals: float) -> verdicts.Runs:
+def rows_of(**finals: float) -> list[dict]:
     """Ten seeds of each arm, named like otb_4, which end at an accuracy with a spread of .002 around it."""
     made = []
     for name, final in finals.items():
         baseline, _, size = name.rpartition("_")
         made += [made_up(baseline, int(size), seed, final + 0.001 * (seed % 3 - 1)) for seed in SEEDS]
-    return verdicts.Runs(pd.DataFrame(made))
+    return made
+
+
+def arms(**finals: float) -> verdicts.Runs:
+    return verdicts.Runs(pd.DataFrame(rows_of(**finals)))
 
 
 def spoken(comparisons) -> str:
@@ -348,7 +352,7 @@ def test_c4_reads_the_saving_off_the_tokens():
 
 def test_c4_waits_for_every_arm_that_may_set_the_target_and_for_one_that_is_well_above_the_start():
     arms_of_c4 = {"otb_4": 0.8, "rloo_4": 0.8, "rloo_32": 0.8}
-    waiting = [made_up("energy_probe", 4, 0, 0.9), *arms(**arms_of_c4).rows.to_dict("records")]
+    waiting = [made_up("energy_probe", 4, 0, 0.9), *rows_of(**arms_of_c4)]
     first, *_ = verdicts.tokens_saved(verdicts.Runs(pd.DataFrame(waiting)))
     assert first.verdict == UNDECIDED and "energy probe, N=4: 1" in first.why
     first, *_ = verdicts.tokens_saved(arms(**dict.fromkeys(arms_of_c4, 0.48)))  # from .4: its target, .432, is near

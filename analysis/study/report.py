@@ -10,7 +10,6 @@ import pandas as pd
 import yaml
 
 from analysis.arms import label
-from analysis.intervals import Interval
 from analysis.report.markdown import markdown_table
 from analysis.study import verdicts
 from analysis.study.collapses import cells, cells_section
@@ -201,7 +200,8 @@ def noise_section(decided: Comparison, results: pd.DataFrame) -> list[str]:
     """Returns the decision on C1, OTB's noise by policy, and tables of noise and bias at the two sizes that speak."""
     sizes = verdicts.judged_sizes(results)
     judged = results[results.group_size.isin(sizes)]
-    ours = judged[judged.estimator == verdicts.OURS].sort_values(["group_size", "stage"], key=in_order)
+    judged = judged.assign(stage=pd.Categorical(judged.stage, verdicts.STAGES)).sort_values(["group_size", "stage"])
+    ours = judged[judged.estimator == verdicts.OURS]
     places = zip(ours.stage, ours.group_size, ours.by_policy, strict=True)
     by_policy = (f"{stage}, N={size}: {listed(values)}" for stage, size, values in places)
     lines = [f"{decided.what}: {effect_text(decided)}, {decided.verdict}. Other group sizes: verdicts.csv."]
@@ -213,31 +213,21 @@ def noise_section(decided: Comparison, results: pd.DataFrame) -> list[str]:
     return [*lines, "", BIAS_TEXT, "", stages_table(biased, "direction_bias", "bias of the direction")]
 
 
-def in_order(column: pd.Series) -> pd.Series:
-    """Returns what a column of stages is sorted by; other columns as they are."""
-    return column.map(verdicts.STAGES.index) if column.name == "stage" else column
-
-
 def listed(values: tuple[float, ...]) -> str:
     """Returns numbers in words."""
     return ", ".join(f"{value:.2g}" for value in values)
 
 
-def stages_table(results: pd.DataFrame, column: str, name: str) -> str:
+def stages_table(results: pd.DataFrame, statistic: str, name: str) -> str:
     """Returns a table with a row per estimator and a column per group size and stage, of a statistic with its interval.
 
-    name: of the statistic.
+    results: in the order of the columns. name: of the statistic.
     """
-    statistics = results[[column, f"{column}_low", f"{column}_high", "policies"]].itertuples(index=False)
-    shown = results.assign(arm=results.estimator.map(label), cell=[str(Interval(*row)) for row in statistics])
-    wide = shown.pivot(index="arm", columns=["group_size", "stage"], values="cell")
-    places = sorted(
-        zip(shown.group_size, shown.stage, strict=True), key=lambda at: (at[0], verdicts.STAGES.index(at[1]))
-    )
-    wide = wide.reindex(columns=pd.MultiIndex.from_tuples(list(dict.fromkeys(places))))
-    wide = wide.fillna("").sort_index(key=lambda arms: arms.str.lower())
-    wide.columns = [f"{stage}, N={size}" for size, stage in dict.fromkeys(places)]
-    return markdown_table(wide.rename_axis(name).reset_index())
+    cells = [str(effect) for effect in verdicts.noise_effects(results, statistic)]
+    columns = [f"{stage}, N={size}" for stage, size in zip(results.stage, results.group_size, strict=True)]
+    shown = pd.DataFrame({name: results.estimator.map(label), "column": columns, "cell": cells})
+    wide = shown.pivot(index=name, columns="column", values="cell")[list(dict.fromkeys(columns))].fillna("")
+    return markdown_table(wide.sort_index(key=lambda arms: arms.str.lower()).reset_index())
 
 
 def front_table(spoken: list[Comparison]) -> str:

@@ -57,7 +57,7 @@ class Runs:
     """
 
     def __init__(self, rows: pd.DataFrame):
-        self.rows, self.task = rows, str(rows.task.iloc[0])
+        self.task = str(rows.task.iloc[0])
         if len(twice := rows[rows.duplicated(["baseline", "group_size", "seed"])]):
             run = twice.iloc[0]
             raise RunError(
@@ -135,9 +135,9 @@ def judged_sizes(results: pd.DataFrame) -> tuple[int, int]:
     return SMALL, min(LARGE, int(results.group_size.max()))
 
 
-def noise_effects(results: pd.DataFrame) -> list[Interval]:
-    """Returns the noise relative to the rival's of every row; the number of seeds is that of policies."""
-    names = ["relative_noise", "relative_noise_low", "relative_noise_high", "policies"]
+def noise_effects(results: pd.DataFrame, statistic: str = "relative_noise") -> list[Interval]:
+    """Returns the noise relative to the rival's of every row, or another statistic; its seeds are policies."""
+    names = [statistic, f"{statistic}_low", f"{statistic}_high", "policies"]
     return [Interval(*row) for row in results[names].itertuples(index=False)]
 
 

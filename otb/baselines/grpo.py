@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from otb.baselines import Baseline, declare
-from otb.baselines.weighted_mean import lowest_reward
+from otb.baselines.weighted_mean import mean_reward
 
 if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups
@@ -18,8 +18,7 @@ def grpo(rollouts: RolloutGroups, eps: float = 1e-4) -> Baseline:
     The deviation is the sample's (n - 1); eps = 1e-4 is TRL's. A group with one scored rollout has deviation 0.
     """
     count = rollouts.scored.sum(dim=1, keepdim=True)  # (P, 1)
-    lowest = lowest_reward(rollouts)  # (P, 1)
-    mean = lowest + (rollouts.rewards - lowest).nanmean(dim=1, keepdim=True).nan_to_num()
+    mean = mean_reward(rollouts)  # (P, 1)
     squares = (rollouts.rewards - mean).square().nansum(dim=1, keepdim=True)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
     return Baseline(mean.unsqueeze(-1), (std + eps).unsqueeze(-1))

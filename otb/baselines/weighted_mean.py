@@ -41,6 +41,12 @@ def lowest_reward(rollouts: RolloutGroups) -> Tensor:
     return lowest_of(rollouts.rewards, rollouts.scored)
 
 
+def mean_reward(rollouts: RolloutGroups) -> Tensor:
+    """Returns the mean reward of each group's scored rollouts, 0 where none is scored. -> (P, 1)."""
+    lowest = lowest_reward(rollouts)
+    return lowest + (rollouts.rewards - lowest).nanmean(dim=1, keepdim=True).nan_to_num()
+
+
 def lowest_of(values: Tensor, counted: Tensor) -> Tensor:
     """Returns the smallest counted value of each group, 0 where none counts. (P, G, ...) -> (P, 1, ...)."""
     lowest = values.masked_fill(~counted, float("inf")).amin(dim=1, keepdim=True)
