@@ -99,7 +99,9 @@ RUNNING, PENDING = Queued("71_0", "RUNNING"), Queued("71_0", "PENDING", "Resourc
         ("silent", RUNNING, {"70"}, "stale"),  # it hangs, or its node is gone
         ("silent", PENDING, {"70"}, "queued"),  # SLURM knows that the node is gone
         ("dead here", None, None, "stale"),
+        ("silent", RUNNING, {"71"}, "running"),  # another job starts it again
         ("dead here", RUNNING, {"70"}, "running"),  # its job starts it again
+        ("long dead here", RUNNING, {"70"}, "running"),
         ("interrupted", PENDING, {"70"}, "queued"),
         ("interrupted", None, set(), "failed"),  # nobody brings it back
         ("failed", None, set(), "failed"),
@@ -115,7 +117,9 @@ def test_a_run_is_judged_by_its_directory_first_and_by_the_queue_second(tmp_path
         lock(run, age=STALE_AFTER_SECONDS * 10)
     if what == "dead here":
         lock(run, machine=machine(), pid=2**22 + 1)
-    if what in ("beats", "silent", "dead here"):
+    if what == "long dead here":
+        lock(run, age=STALE_AFTER_SECONDS * 10, machine=machine(), pid=2**22 + 1)
+    if what in ("beats", "silent", "dead here", "long dead here"):
         status(run, "running")
     if what in ("interrupted", "failed"):
         status(run, what, error="ValueError: x")

@@ -65,8 +65,7 @@ def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = No
     seconds = sum(row["seconds_step"] for row in rows) / len(rows) if rows else 0.0
     step = rows[-1]["step"] if rows else 0
     fresh = bool(lock) and is_fresh(directory.path / "lock.json", seconds)
-    alive = fresh and not has_gone(lock, queue)
-    state, error = decide_state(job, status, queued, queue, locked=bool(lock), fresh=fresh, alive=alive)
+    state, error = decide_state(job, status, queued, queue, bool(lock), fresh, gone=has_gone(lock, queue))
     per_step = seconds + sum(row["seconds"] for row in evaluations) / max(1, step)
     return RunState(
         run=directory.path,
@@ -83,21 +82,22 @@ def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = No
 
 
 def decide_state(
-    job: Job, status: dict, queued: Queued | None, queue: set[str] | None, locked: bool, fresh: bool, alive: bool
+    job: Job, status: dict, queued: Queued | None, queue: set[str] | None, locked: bool, fresh: bool, gone: bool
 ) -> tuple[str, str]:
     """Returns the state of a run, and the reason for it or "".
 
-    locked: there is a lock; fresh: its heartbeat is young; alive: so is its process, as far as is known.
+    locked: there is a lock; fresh: its heartbeat is young; gone: its process is known to be no more.
     """
     waits = queued is not None and queued.state in WAITING
     if status.get("state") == "finished" and status["step"] >= job.steps and not waits:  # waits: overwrite=true
         return "done", ""
-    if alive:
+    if fresh and not gone:
         return "running", ""
     if waits:
         return "queued", queued.reason if "held" in queued.reason.lower() else ""
     if queued is not None:
-        return ("stale", "its job runs, but no heartbeat comes") if locked and not fresh else ("running", "")
+        hangs = locked and not fresh and not gone  # a lock of an earlier process says nothing of this one
+        return ("stale", "its job runs, but no heartbeat comes") if hangs else ("running", "")
     if job.error is not None:
         return "failed", job.error
     if status.get("state") == "failed":
