@@ -459,9 +459,11 @@ def test_the_page_is_made_of_csv_files_alone(tmp_path):
     made = [made_up(*arm, seed, 0.8) for arm in (("otb", 4), ("rloo", 32), ("rloo", 4)) for seed in SEEDS]
     rows.add(made, tmp_path / "rows" / "claim_c3_c4.csv")
     rows.add([made_up(rate=3e-4, seed=100)], tmp_path / "rows" / "claim_rates.csv")
+    (tmp_path / "comments.md").write_text("# By hand\n\n## C3 on arithmetic\n\nOf C3.\n\n## In short\n\nOf all.\n")
     assert main(["report", "--folder", str(tmp_path)]) == 0
     page = (tmp_path / "README.md").read_text()
     assert "| C3 | `arithmetic` | supported |" in page and "empty: RLOO, N=4 matches" in page
+    assert page.index("Of all.") < page.index("## Verdicts") < page.index("Of C3.")
     assert "- `claim_c3_c4`: 30 of 80 runs" in page and "- `claim_c2`: 0 of 120 runs" in page
     table = pd.read_csv(tmp_path / "verdicts.csv")
     assert set(table.verdict.dropna()) == {SUPPORTED, NOT_SUPPORTED}

@@ -80,7 +80,8 @@ def survival(rows: pd.DataFrame):
         panel.set(xlabel="step", ylim=(-0.03, 1.03))
         of_arm = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}"
         about = f"{of_arm} runs per arm, {seeds_text([of_rate.seed.nunique()])}"
-        panel.set_title(f"learning rate {rate:g}\n{about}", fontsize=7)
+        optimizer = "SGD, " if of_rate.varied.str.contains("trainer.optim=sgd").all() else ""
+        panel.set_title(f"{optimizer}learning rate {rate:g}\n{about}", fontsize=7)
     figure_of(axes).supylabel(f"share of runs alive (95 % Wilson; arms {APART} apart)", fontsize=8)
     legend_below(panels)
     keep_numbers(axes, pd.concat(plotted))

@@ -76,6 +76,7 @@ def write(folder: Path) -> list[Path]:
     comments = comments_in(folder / "comments.md")
     text = [
         HEAD,
+        *in_short(comments),
         *summary(spoken),
         *sections(spoken, noise, rows, drawn, comments),
         *search_section(rows),
@@ -177,6 +178,11 @@ def sections(
         if comment := comments.get(f"{claim} on {task}"):
             lines += [comment, ""]
     return lines
+
+
+def in_short(comments: dict[str, str]) -> list[str]:
+    """Returns what was written by hand of all claims together."""
+    return ["## In short", "", comments["In short"], ""] if "In short" in comments else []
 
 
 def comments_in(file: Path) -> dict[str, str]:

@@ -35,7 +35,11 @@ MAIN = "claim_c3_c4"  # what the names of files of rows begin with
 FIXED = "C4, rollouts per step fixed"  # what stands beside C4: 16 prompts x 4 rollouts and 2 x 32
 OTHERS = {"C1": "claim_c1", "C2": "claim_c2", FIXED: "claim_fixed_rollouts"}
 COSINE = "claim_c2_cosine"
-BESIDE_C2 = {"claim_c2_between": "rates between", COSINE: "a cosine from 2e-3"}  # what the rules added to its grid
+BESIDE_C2 = {  # what the rules added to its grid
+    "claim_c2_between": "rates between",
+    COSINE: "a cosine from 2e-3",
+    "claim_c2_sgd": "plain SGD",
+}
 
 
 def key_of(config: dict) -> str:
