@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator
 
 from analysis.arms import label
 from analysis.curves import draw_curves
@@ -123,6 +123,9 @@ def curves_over_tokens(rows: pd.DataFrame):
             line.set_label("_")
     first = min(float(numbers(cell)[1]) for cell in rows.evaluation_own_tokens_total)  # evaluated after the start
     axes[1].set_xscale("symlog", linthresh=first, linscale=0.3)
+    ticks = LogLocator(subs=(1, 2, 5)).tick_values(first, rivals.own_tokens_total.max())
+    axes[1].set_xticks([0, *ticks[(ticks >= first) & (ticks <= rivals.own_tokens_total.max())]])
+    axes[1].minorticks_off()
     axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
     axes[0].set_ylabel("held-out accuracy (avg@k)")
     legend_below(axes)
