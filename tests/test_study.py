@@ -463,6 +463,7 @@ def test_the_page_is_made_of_csv_files_alone(tmp_path):
     assert main(["report", "--folder", str(tmp_path)]) == 0
     page = (tmp_path / "README.md").read_text()
     assert "| C3 | `arithmetic` | supported |" in page and "empty: RLOO, N=4 matches" in page
+    assert "| RLOO, N=32 | 0.001 | 0.7 [0.7, 0.7] | 20 | 20 [20, 20] | 20,000 |" in page  # where the runs of an arm end
     assert page.index("Of all.") < page.index("## Verdicts") < page.index("Of C3.")
     assert "- `claim_c3_c4`: 30 of 80 runs" in page and "- `claim_c2`: 0 of 120 runs" in page
     table = pd.read_csv(tmp_path / "verdicts.csv")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import yaml
 
-from analysis.arms import label
+from analysis.arms import by_arm, label
+from analysis.group_size import final_accuracy
+from analysis.intervals import bootstrap, iqm
 from analysis.report.markdown import markdown_table
 from analysis.study import verdicts
 from analysis.study.collapses import cells, cells_section
@@ -17,7 +20,7 @@ from analysis.study.figures import figures
 from analysis.study.methods import write_methods
 from analysis.study.noise import relative_noise
 from analysis.study.rates import SEARCH, chosen, scores
-from analysis.study.rows import BESIDE_C2, FIXED, MAIN, OTHERS, REAL, of_kind, read
+from analysis.study.rows import BESIDE_C2, FIXED, MAIN, OTHERS, REAL, numbers, of_kind, read, steps_table
 from analysis.study.verdicts import Comparison, Runs
 from otb.errors import RunError
 
@@ -171,6 +174,8 @@ def sections(
         tables = noise_section(of_both[0], noise[task]) if claim == "C1" else comparison_section(of_both)
         if claim == "C2":
             tables += ["", cells_section(cells(of_kind(rows, OTHERS["C2"]).query("task == @task")))]
+        if claim == "C3":
+            tables += ["", arms_table(of_kind(rows, MAIN).query("task == @task"))]
         lines += [f"## {claim} on `{task}`", "", *tables, ""]
         if (claim, task) in drawn:
             file = drawn[claim, task]
@@ -200,6 +205,24 @@ def comparison_section(comparisons: list[Comparison]) -> list[str]:
         for c in comparisons
     ]
     return [markdown_table(pd.DataFrame(rows))]
+
+
+def arms_table(rows: pd.DataFrame) -> str:
+    """Returns a table with a row per arm: its rate, where its runs end, how long responses are then, what a run costs.
+
+    rows: of one task.
+    """
+    finals = final_accuracy(steps_table(rows)).set_index("run").final
+    shown = []
+    for baseline, size, _, part in by_arm(rows):
+        lengths = np.array([numbers(cell)[[0, -1]] for cell in part.evaluation_response_length_mean])
+        arm = {"arm": label(baseline, size), "learning rate": ", ".join(f"{x:g}" for x in part.learning_rate.unique())}
+        arm["final accuracy"] = str(bootstrap([finals[part.key]], iqm, bounds=(0, 1)))
+        arm["response length, first"] = f"{lengths[:, 0].mean():.3g}"
+        arm["last"] = str(bootstrap([lengths[:, 1]], partial(np.mean, axis=0)))
+        arm["own tokens of a run"] = f"{np.mean([numbers(cell)[-1] for cell in part.own_tokens_total]):,.0f}"
+        shown.append(arm)
+    return markdown_table(pd.DataFrame(shown))
 
 
 def noise_section(decided: Comparison, results: pd.DataFrame) -> list[str]:
