@@ -123,8 +123,8 @@ def curves_over_tokens(rows: pd.DataFrame):
             line.set_label("_")
     first = min(float(numbers(cell)[1]) for cell in rows.evaluation_own_tokens_total)  # evaluated after the start
     axes[1].set_xscale("symlog", linthresh=first, linscale=0.3)
-    ticks = LogLocator(subs=(1, 2, 5)).tick_values(first, rivals.own_tokens_total.max())
-    axes[1].set_xticks([0, *ticks[(ticks >= first) & (ticks <= rivals.own_tokens_total.max())]])
+    last = float(rivals.own_tokens_total.max())
+    axes[1].set_xticks([0, *(at for at in LogLocator(subs=(1, 2, 5)).tick_values(first, last) if first <= at <= last)])
     axes[1].minorticks_off()
     axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
     axes[0].set_ylabel("held-out accuracy (avg@k)")
