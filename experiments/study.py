@@ -47,7 +47,7 @@ RECIPES = (  # in the order in which they are run
     *("claim_rates_tools", "claim_rates_tools_low", "claim_c3_c4_tools"),
     *("claim_rates_tools_32", "claim_c3_c4_tools_32", "claim_c1_tools"),
     *("claim_rates_long", "claim_rates_long_low", "claim_c3_c4_long"),
-    *("claim_rates_long_32", "claim_c3_c4_long_32", "claim_c1_long"),
+    *("claim_rates_long_32", "claim_rates_long_32_low", "claim_c3_c4_long_32", "claim_c1_long"),
     *("neighbours_improvement", "neighbours_auxiliary", "neighbours_token_weights", "neighbours_schedule"),
     *("neighbours_plateau", "neighbours_schedule_cosine", "neighbours_schedule_tools"),
     *(MEASURED_REAL, TRAINED_REAL),
