@@ -23,8 +23,8 @@ from analysis.intervals import Interval, iqm, two_arms
 from analysis.stability import collapse_step
 from otb.errors import RunError
 
-# Columns that say how far a run got with how many tokens; the last two, where there are any, whether it broke.
-READ = ("evaluation_accuracy", "evaluation_own_tokens_total", "own_tokens_total", "accuracy", "outcome")
+# What tells how far a run got and with how many tokens; accuracy and outcome, where there are any, whether it broke.
+PROGRESS_COLUMNS = ("evaluation_accuracy", "evaluation_own_tokens_total", "own_tokens_total", "accuracy", "outcome")
 
 
 class Consumption(NamedTuple):
@@ -79,7 +79,7 @@ def broke(run: dict[str, NDArray]) -> bool:
 
 def consumption(arm: pd.DataFrame, target: float) -> Consumption:
     """Returns the consumption of one arm. arm: the rows of all its runs."""
-    columns = ["seed", *(column for column in READ if column in arm)]
+    columns = ["seed", *(column for column in PROGRESS_COLUMNS if column in arm)]
     runs = [(run["seed"][0], *tokens_to_target(name, run, target)) for name, run in by_run(arm, *columns)]
     seeds, tokens, reached = (np.array(column) for column in zip(*runs, strict=True))
     return Consumption(seeds, tokens.astype(float), reached.astype(bool))

@@ -9,7 +9,15 @@ from analysis.arms import by_arm, colour, label, marker
 from analysis.checks import one_setting, require
 from analysis.intervals import Interval, bootstrap
 from analysis.style import PAGE, dash, figure, keep_numbers, legend_below, seeds_text
-from analysis.token_consumption import READ, consumption, horizon, log_rank, median_tokens, restricted_mean, saving
+from analysis.token_consumption import (
+    PROGRESS_COLUMNS,
+    consumption,
+    horizon,
+    log_rank,
+    median_tokens,
+    restricted_mean,
+    saving,
+)
 
 
 def tokens_by_arm(table: pd.DataFrame, target: float, resamples: int = 0) -> pd.DataFrame:
@@ -61,7 +69,7 @@ def token_consumption(table: pd.DataFrame, target: float):
     """
     require(one_setting(table), "evaluation_accuracy", "evaluation_own_tokens_total")
     columns = ["run", "step", "setting", "baseline", "group_size", "seed"]
-    table = table[[*columns, *(column for column in READ if column in table)]]
+    table = table[[*columns, *(column for column in PROGRESS_COLUMNS if column in table)]]
     start = table[table.evaluation_accuracy.notna()].sort_values("step").groupby("run", observed=True).first()
     levels = np.unique(np.append(np.linspace(start.evaluation_accuracy.mean(), min(1, target * 1.1), 9)[1:], target))
     _, (left, right) = figure(2, PAGE, 2.9)

@@ -50,7 +50,7 @@ def made_up(baseline="otb", group_size=4, seed=0, final=0.8, task="arithmetic", 
 
 
 def rows_of(**finals: float) -> list[dict]:
-    """Ten seeds of each arm, named like otb_4, which end at an accuracy with a spread of .002 around it."""
+    """Returns ten rows of each arm, named like otb_4, whose final accuracies have a spread of .002."""
     made = []
     for name, final in finals.items():
         baseline, _, size = name.rpartition("_")

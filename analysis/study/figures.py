@@ -99,7 +99,7 @@ def noise_over_training(results: pd.DataFrame):
 
 
 def curves_over_tokens(rows: pd.DataFrame):
-    """Draws held-out accuracy over own tokens: all arms at N = 4, and beside them OTB and its rivals at both N.
+    """Draws held-out accuracy over own tokens: all arms at N = 4, beside them OTB, RLOO and GRPO at every N they have.
 
     Beside them the tokens are on a log scale that has a place for 0: N = 32 samples eight times the tokens of N = 4.
 

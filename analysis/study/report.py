@@ -36,11 +36,11 @@ another model. What stands below the tables is written by hand ([comments](comme
 
 Intervals are 95 % ([analysis.md](../analysis.md)). Estimates are, for C1, ratios of sums over the prompts of three
 policies, with intervals over prompts that say nothing of a fourth policy; for C2, differences of shares of runs
-(Newcombe); for C3, differences of interquartile means of final accuracies, paired by seed, and the probability of
-improvement, unpaired; for C4, one minus the ratio of the mean tokens to the target, paired by seed. All runs of C2 to
-C4 start from one policy and are evaluated on the same held-out prompts (128; tools: 64), on which rates were chosen
-too, so that intervals say nothing of other policies or prompts. Comparisons that speak no verdict are not corrected for
-their number.
+(Newcombe); for C3, interquartile means of the differences of final accuracies, paired by seed (not the differences of
+the arms' own means in the tables of arms), and the probability of improvement, unpaired; for C4, one minus the ratio
+of the mean tokens to the target, paired by seed. All runs of C2 to C4 start from one policy and are evaluated on the
+same held-out prompts (128; tools: 64), on which rates were chosen too, so that intervals say nothing of other
+policies or prompts. Comparisons that speak no verdict are not corrected for their number.
 """
 COMMANDS = {  # {0}: what the names of a task's recipes end with
     "C1": "python experiments/study.py claim_c1{0}",
@@ -60,6 +60,7 @@ FRONT_BEGIN, FRONT_END = "<!-- verdicts: make report-study -->", "<!-- end of ve
 RECIPE_ENDS = {"arithmetic": "", "arithmetic_tools": "_tools", "arithmetic_long": "_long", REAL: "_real"}
 BIASED = ("grpo", "otb", "otb_carry", "otb_exact", "sequence_energy")  # estimators whose mean is not the true gradient
 BIAS_TEXT = "Squared sine of the angle between an estimator's mean and the true gradient, which noise leaves out:"
+ARMS_TEXT = "Final accuracy: interquartile mean. Lengths: own tokens of held-out samples, means over seeds."
 SAMPLES = "seeds (C1: policies, C5: pairs of steps)"
 RECIPES = Path(__file__).parents[2] / "conf" / "experiment"
 
@@ -175,7 +176,7 @@ def sections(
         if claim == "C2":
             tables += ["", cells_section(cells(of_kind(rows, OTHERS["C2"]).query("task == @task")))]
         if claim == "C3":
-            tables += ["", arms_table(of_kind(rows, MAIN).query("task == @task"))]
+            tables += ["", ARMS_TEXT, "", arms_table(of_kind(rows, MAIN).query("task == @task"))]
         lines += [f"## {claim} on `{task}`", "", *tables, ""]
         if (claim, task) in drawn:
             file = drawn[claim, task]
@@ -186,7 +187,7 @@ def sections(
 
 
 def in_short(comments: dict[str, str]) -> list[str]:
-    """Returns what was written by hand of all claims together."""
+    """Returns the section that sums up all claims, as written by hand; nothing where there is none."""
     return ["## In short", "", comments["In short"], ""] if "In short" in comments else []
 
 
@@ -218,8 +219,8 @@ def arms_table(rows: pd.DataFrame) -> str:
         lengths = np.array([numbers(cell)[[0, -1]] for cell in part.evaluation_response_length_mean])
         arm = {"arm": label(baseline, size), "learning rate": ", ".join(f"{x:g}" for x in part.learning_rate.unique())}
         arm["final accuracy"] = str(bootstrap([finals[part.key]], iqm, bounds=(0, 1)))
-        arm["response length, first"] = f"{lengths[:, 0].mean():.3g}"
-        arm["last"] = str(bootstrap([lengths[:, 1]], partial(np.mean, axis=0)))
+        arm["mean response length, start"] = f"{lengths[:, 0].mean():.3g}"
+        arm["mean response length, end"] = str(bootstrap([lengths[:, 1]], partial(np.mean, axis=0)))
         arm["own tokens of a run"] = f"{np.mean([numbers(cell)[-1] for cell in part.own_tokens_total]):,.0f}"
         shown.append(arm)
     return markdown_table(pd.DataFrame(shown))

@@ -136,7 +136,10 @@ def judged_sizes(results: pd.DataFrame) -> tuple[int, int]:
 
 
 def noise_effects(results: pd.DataFrame, statistic: str = "relative_noise") -> list[Interval]:
-    """Returns the noise relative to the rival's of every row, or another statistic; its seeds are policies."""
+    """Returns a statistic of every row with its interval: the noise relative to the rival's, or another one.
+
+    Its number of seeds is that of policies.
+    """
     names = [statistic, f"{statistic}_low", f"{statistic}_high", "policies"]
     return [Interval(*row) for row in results[names].itertuples(index=False)]
 

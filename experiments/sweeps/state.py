@@ -65,7 +65,8 @@ def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = No
     seconds = sum(row["seconds_step"] for row in rows) / len(rows) if rows else 0.0
     step = rows[-1]["step"] if rows else 0
     fresh = bool(lock) and is_fresh(directory.path / "lock.json", seconds)
-    state, error = decide_state(job, status, queued, queue, bool(lock), fresh, gone=has_gone(lock, queue))
+    gone = has_gone(lock, queue)
+    state, error = decide_state(job, status, queued, queue, locked=bool(lock), fresh=fresh, gone=gone)
     per_step = seconds + sum(row["seconds"] for row in evaluations) / max(1, step)
     return RunState(
         run=directory.path,
@@ -96,7 +97,7 @@ def decide_state(
     if waits:
         return "queued", queued.reason if "held" in queued.reason.lower() else ""
     if queued is not None:
-        hangs = locked and not fresh and not gone  # a lock of an earlier process says nothing of this one
+        hangs = locked and not gone  # nor fresh; the lock of a process that is gone says nothing of the next one
         return ("stale", "its job runs, but no heartbeat comes") if hangs else ("running", "")
     if job.error is not None:
         return "failed", job.error
