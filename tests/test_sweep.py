@@ -29,6 +29,11 @@ def folder(*arguments: str) -> str:
     return found.removeprefix("hydra.sweep.dir=")
 
 
+def test_the_folder_of_a_sweep_stands_among_its_overrides():
+    words = sweep_arguments(["-m", "seed=0,1", "--help"])
+    assert [word.partition("=")[0] for word in words] == ["-m", "hydra.sweep.dir", "seed", "--help"]
+
+
 def test_the_same_command_names_the_same_sweep_wherever_and_however_it_is_launched():
     name = folder("baseline=otb,grpo", "seed=0,1")
     assert name.startswith("${runs_dir}/sweep-")

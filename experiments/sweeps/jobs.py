@@ -120,7 +120,9 @@ def sweep_arguments(arguments: list[str]) -> list[str]:
             content.append(argument)
     if not named:
         digest = hashlib.sha256("\n".join(sorted({*content} - {"-m", "--multirun"})).encode()).hexdigest()[:8]
-        for_hydra.append(f"hydra.sweep.dir=${{runs_dir}}/sweep-{digest}")
+        overrides = [place for place, text in enumerate(for_hydra) if "=" in text and not text.startswith("-")]
+        place = min(overrides, default=len(for_hydra))  # among them: Hydra takes none that an option parts from others
+        for_hydra.insert(place, f"hydra.sweep.dir=${{runs_dir}}/sweep-{digest}")
     return for_hydra
 
 
