@@ -120,10 +120,8 @@ def test_a_run_is_judged_by_its_directory_first_and_by_the_queue_second(tmp_path
         lock(run, age=STALE_AFTER_SECONDS / 10)
     if what == "silent":
         lock(run, age=STALE_AFTER_SECONDS * 10)
-    if what == "dead here":
-        lock(run, machine=machine(), pid=2**22 + 1)
-    if what == "long dead here":
-        lock(run, age=STALE_AFTER_SECONDS * 10, machine=machine(), pid=2**22 + 1)
+    if what.endswith("dead here"):
+        lock(run, age=STALE_AFTER_SECONDS * 10 * what.startswith("long"), machine=machine(), pid=2**22 + 1)
     if what in ("beats", "silent", "dead here", "long dead here"):
         status(run, "running")
     if what in ("interrupted", "failed"):

@@ -253,9 +253,9 @@ def stages_table(results: pd.DataFrame, statistic: str, name: str) -> str:
 
     results: in the order of the columns. name: of the statistic.
     """
-    cells = [str(effect) for effect in verdicts.noise_effects(results, statistic)]
+    texts = [str(effect) for effect in verdicts.noise_effects(results, statistic)]
     columns = [f"{stage}, N={size}" for stage, size in zip(results.stage, results.group_size, strict=True)]
-    shown = pd.DataFrame({name: results.estimator.map(label), "column": columns, "cell": cells})
+    shown = pd.DataFrame({name: results.estimator.map(label), "column": columns, "cell": texts})
     wide = shown.pivot(index=name, columns="column", values="cell")[list(dict.fromkeys(columns))].fillna("")
     return markdown_table(wide.sort_index(key=lambda arms: arms.str.lower()).reset_index())
 
