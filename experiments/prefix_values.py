@@ -12,17 +12,12 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from hydra import compose, initialize_config_dir
-from transformers import AutoTokenizer
 
 from analysis.prefix_values import draw
 from analysis.style import save
-from experiments.build import build
-from experiments.command_line import CONF, exit_codes
-from otb.errors import RunError
+from experiments.command_line import exit_codes
+from experiments.tiny_sampler import tiny_sampler
 from otb.laboratory.oracle import continued
-from otb.laboratory.sampling import Sampler
-from otb.policies.models import load_model, policy_folder
 
 PARTS = 16  # prefixes of a rollout, at equal shares of its tokens
 SEQUENCES_AT_ONCE = 256
@@ -30,14 +25,7 @@ SEQUENCES_AT_ONCE = 256
 
 def prefix_values(task_name: str, prompts: int, rollouts: int, continuations: int) -> pd.DataFrame:
     """Returns a row per prefix: prompt, rollout, position, length, reward of the rollout and value (mean reward)."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", [f"task={task_name}"])
-    task = build(cfg, "task")
-    if task.environment is not None:
-        raise RunError(f"{task_name} has tools, and prefixes are continued without them. Try arithmetic_long.")
-    folder = policy_folder("tiny", task, {})
-    model, tokenizer = load_model(folder, None, "float32").eval(), AutoTokenizer.from_pretrained(folder)
-    sampler = Sampler(model, tokenizer, task, None, 1.0, "runs/prefix_values")
+    task, model, tokenizer, sampler = tiny_sampler(task_name, None, "runs/prefix_values")
     rows = list(task.eval_dataset())[:prompts]
     found = []
     for number, (row, drawn) in enumerate(zip(rows, sampler.rollouts(rows, rollouts, seed=0), strict=True)):
