@@ -16,7 +16,7 @@ import pandas as pd
 from analysis.prefix_values import draw
 from analysis.style import save
 from experiments.command_line import exit_codes
-from experiments.tiny_sampler import tiny_sampler
+from experiments.tiny_sampler import task_without_tools, tiny_sampler
 from otb.laboratory.oracle import continued
 
 PARTS = 16  # prefixes of a rollout, at equal shares of its tokens
@@ -25,7 +25,7 @@ SEQUENCES_AT_ONCE = 256
 
 def prefix_values(task_name: str, prompts: int, rollouts: int, continuations: int) -> pd.DataFrame:
     """Returns a row per prefix: prompt, rollout, position, length, reward of the rollout and value (mean reward)."""
-    task, model, tokenizer, sampler = tiny_sampler(task_name, None, "runs/prefix_values")
+    task, model, tokenizer, sampler = tiny_sampler(task_without_tools(task_name), None, "runs/prefix_values")
     rows = list(task.eval_dataset())[:prompts]
     found = []
     for number, (row, drawn) in enumerate(zip(rows, sampler.rollouts(rows, rollouts, seed=0), strict=True)):

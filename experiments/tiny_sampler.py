@@ -8,10 +8,10 @@ from hydra import compose, initialize_config_dir
 from transformers import AutoTokenizer
 
 from experiments.build import build
-from experiments.command_line import CONF
+from experiments.command_line import CONF, near_miss
 from otb.errors import RunError
 from otb.laboratory.sampling import Sampler
-from otb.policies.models import load_model, policy_folder
+from otb.policies.models import TINY, load_model, policy_folder
 
 
 class TinySampler(NamedTuple):
@@ -23,15 +23,23 @@ class TinySampler(NamedTuple):
     sampler: Sampler
 
 
-def tiny_sampler(task_name: str, folder: str | None, scratch: str) -> TinySampler:
+def task_without_tools(name: str):
+    """Builds a task of conf/task. Raises RunError where there is none of that name, or it has tools."""
+    known = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
+    if name not in known:
+        raise RunError(f"{name} is no task.{near_miss(name, known)} Known: {known}.")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        task = build(compose("config", [f"task={name}"]), "task")
+    if task.environment is not None:
+        raise RunError(f"{name} has tools, which this command does not run. Try arithmetic_long.")
+    return task
+
+
+def tiny_sampler(task, folder: str | None, scratch: str) -> TinySampler:
     """Opens the sampler of a task's policy. folder: of a checkpoint; None for the warm-started policy.
 
-    scratch: a folder for what TRL writes. Raises RunError where the task has tools, or the policy cannot be loaded.
+    scratch: a folder for what TRL writes. Raises RunError where the policy cannot be loaded.
     """
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        task = build(compose("config", [f"task={task_name}"]), "task")
-    if task.environment is not None:
-        raise RunError(f"{task_name} has tools, which this command does not run. Try arithmetic_long.")
-    folder = folder or policy_folder("tiny", task, {})
+    folder = folder or policy_folder(TINY, task, {})
     model, tokenizer = load_model(folder, None, "float32").eval(), AutoTokenizer.from_pretrained(folder)
     return TinySampler(task, model, tokenizer, Sampler(model, tokenizer, task, None, 1.0, scratch))
