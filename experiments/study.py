@@ -27,7 +27,7 @@ from analysis.study import rows
 from analysis.study.rates import SEARCH, write_rates
 from experiments.checks import check_learning_rate
 from experiments.command_line import CONF, exit_codes
-from experiments.study_noise import measure, measure_real, warm_start_real
+from experiments.study_noise import measure, measure_real, policies, warm_start_real
 from experiments.sweeps.jobs import save_jobs
 from experiments.sweeps.local import LocalSweep, check_parallel
 from experiments.sweeps.plan import Composer, folder_of, plan
@@ -71,9 +71,9 @@ def study(
         file = folder / f"{recipe}.csv"
         if recipe in MEASURED:
             with composing(recipe) as (_, sweep):
-                runs = runs_of(sweep, recipe, None)
+                asked_for = policies(sweep.hydra.runtime.choices.task, runs_of(sweep, recipe, None)[:seeds])
             if made is None:
-                measure(recipe, runs[:seeds], sweep.steps, parallel, file, Path(RUNS))
+                measure(recipe, asked_for, sweep.steps, parallel, file, Path(RUNS))
             continue
         if recipe == MEASURED_REAL:
             if made is None:

@@ -38,20 +38,20 @@ class Policy(NamedTuple):
     stage: str
 
 
-def policies(runs: list[list[str]]) -> list[Policy]:
-    """Returns the policies of the recipe, the first warm start at all its stages first. runs: overrides of each run."""
+def policies(task: str, runs: list[list[str]]) -> list[Policy]:
+    """Returns the policies of a recipe, the first warm start at all its stages first. runs: overrides of each run."""
     found = [dict(override.split("=", 1) for override in run) for run in runs]
-    return [Policy(run["task"], int(run["+model.warm_start.seed"]), stage) for run in found for stage in STAGES]
+    return [Policy(task, int(run["+model.warm_start.seed"]), stage) for run in found for stage in STAGES]
 
 
-def measure(recipe: str, runs: list[list[str]], steps: int, parallel: int | None, file: Path, folder: Path) -> None:
+def measure(recipe: str, asked_for: list[Policy], steps: int, parallel: int | None, file: Path, folder: Path) -> None:
     """Measures the policies of a recipe that have no rows in `file`. Raises RunError where a command fails.
 
     steps: of a whole run. folder: of the runs.
     """
     known = noise.measured(file)
-    missing = [policy for policy in policies(runs) if policy not in known]
-    print(f"{recipe}: {len(policies(runs))} measurements, {len(known)} of them have rows", flush=True)
+    missing = [policy for policy in asked_for if policy not in known]
+    print(f"{recipe}: {len(asked_for)} measurements, {len(known)} of them have rows", flush=True)
     for policy in missing:
         of_warm_start = f"+model.warm_start.seed={policy.seed}"
         asked = [f"task={policy.task}", of_warm_start]

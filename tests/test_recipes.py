@@ -56,6 +56,13 @@ def test_the_command_line_wins_over_every_plain_value_of_a_recipe(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_a_single_run_of_a_recipe_has_what_its_sweep_does_not_vary(recipe):
+    """What the sweeper's params name is not set in a single run, which would be another task or group size."""
+    swept = composed(f"experiment={recipe}").hydra.sweeper.params or {}
+    assert [key for key in ("task", "baseline", "group_size") if "," not in str(swept.get(key, ","))] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_setting_of_a_recipe_would_start(recipe, monkeypatch):
     installed = hardware.importlib.util.find_spec  # where the recipe runs vLLM is there; here it may not be
     monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: name == "vllm" or installed(name))

@@ -142,7 +142,7 @@ def test_committed_rows_are_of_the_recipes_that_name_them():
             continue
         if file.stem in study.MEASURED:
             with study.composing(file.stem) as (_, sweep):
-                asked = study_noise.policies(study.runs_of(sweep, file.stem, None))
+                asked = study_noise.policies(sweep.hydra.runtime.choices.task, study.runs_of(sweep, file.stem, None))
             assert kept_noise.measured(file) <= set(asked)
             continue
         wanted = set(study.keys_of(file.stem, seeds=None))
