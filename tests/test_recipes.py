@@ -57,9 +57,10 @@ def test_the_command_line_wins_over_every_plain_value_of_a_recipe(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_single_run_of_a_recipe_has_what_its_sweep_does_not_vary(recipe):
-    """What the sweeper's params name is not set in a single run, which would be another task or group size."""
+    """What the sweeper's params name is not set in a single run, which would have another task or group size."""
     swept = composed(f"experiment={recipe}").hydra.sweeper.params or {}
-    assert [key for key in ("task", "baseline", "group_size") if "," not in str(swept.get(key, ","))] == []
+    keys = ("task", "baseline", "group_size", "learning_rate")
+    assert [key for key in keys if "," not in str(swept.get(key, ","))] == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
