@@ -160,6 +160,30 @@ def saving(ours: Consumption, theirs: Consumption, **options) -> Interval:
     return Interval(1 - np.exp(logs.estimate), 1 - np.exp(logs.high), 1 - np.exp(logs.low), logs.seeds)
 
 
+def is_lower_bound(ours: Consumption, theirs: Consumption) -> bool:
+    """Tells whether `saving` is a lower bound alone: it is cut off before any run of theirs reaches the target."""
+    return not (theirs.tokens[theirs.reached] <= horizon(ours, theirs)).any()
+
+
+def median_saving(ours: Consumption, theirs: Consumption, **options) -> Interval:
+    """Returns 1 - median tokens of ours / those of theirs, paired over shared seeds; 0.62 is 62 % fewer tokens.
+
+    A run that never arrives counts as one that takes the most, so that a few of them cut nothing off. The median is the
+    lower one of an even number of runs, as that of `median_tokens`; NaN where more than half of an arm do not arrive.
+    """
+    by_seed = [dict(zip(arm.seeds, np.where(arm.reached, arm.tokens, np.inf), strict=True)) for arm in (ours, theirs)]
+
+    def log_ratio(a: NDArray, b: NDArray) -> NDArray:
+        first, second = (np.sort(runs, axis=0)[(len(runs) - 1) // 2] for runs in (a, b))
+        with np.errstate(invalid="ignore"):  # infinite minus infinite
+            return np.log(first) - np.log(second)
+
+    logs = two_arms(by_seed[0], by_seed[1], log_ratio, **options)
+    if not np.isfinite(logs.estimate):
+        return Interval(np.nan, np.nan, np.nan, logs.seeds)
+    return Interval(1 - np.exp(logs.estimate), 1 - np.exp(logs.high), 1 - np.exp(logs.low), logs.seeds)
+
+
 def log_rank(ours: Consumption, theirs: Consumption) -> float:
     """Returns the two-sided p of the log-rank test that both arms reach the target alike (asymptotic; unpaired)."""
     if not (ours.reached.any() or theirs.reached.any()):

@@ -24,7 +24,9 @@ from analysis.stability import collapse_step, drawdown, surges, trailing_mean
 from analysis.token_consumption import (
     Consumption,
     horizon,
+    is_lower_bound,
     log_rank,
+    median_saving,
     median_tokens,
     restricted_mean,
     saving,
@@ -238,6 +240,18 @@ def test_the_horizon_is_where_both_arms_are_still_observed():
     assert horizon(short, long) == 10  # what the long arm does past 10 is compared with nothing
     assert horizon(arm((5, True)), arm((9, True))) == 9  # none censored: plain means
     assert saving(short, long).estimate > 0
+
+
+def test_a_saving_that_is_cut_off_before_the_rival_arrives_is_a_lower_bound_and_medians_are_not():
+    ours = arm((10, True), (12, True), (14, False), (13, True))
+    theirs = arm((60, True), (30, True), (40, True), (50, True))
+    assert horizon(ours, theirs) == 14 and is_lower_bound(ours, theirs)
+    assert saving(ours, theirs).estimate < 0.2
+    assert median_saving(ours, theirs).estimate == pytest.approx(1 - 12 / 40)
+    assert not is_lower_bound(arm((10, True), (20, True)), theirs)  # all of ours arrive: nothing is cut off
+    mostly = arm((10, True), (9, False), (9, False), (9, False))
+    assert np.isnan(median_saving(mostly, theirs).estimate)
+    assert is_lower_bound(ours, arm((60, False), (30, False)))
 
 
 def test_savings_are_paired_over_seeds_and_undefined_where_nobody_arrives():

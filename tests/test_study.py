@@ -385,6 +385,18 @@ def test_c4_says_where_a_comparison_is_cut_off():
     assert verdicts.censored_text((runs, ("otb", 4)), (runs, ("rloo", 4)), 0.72) == "RLOO, N=4 was not run"
 
 
+def test_c4_is_not_refuted_by_a_lower_bound():
+    """Every run of OTB arrives with an eighth of the tokens but one, which ends before any of the rival's arrives."""
+    made = [made_up("otb", 4, seed, 0.8 if seed else 0.5) for seed in SEEDS]
+    made += [made_up("rloo", 4, seed, 0.8, tokens=3000.0) for seed in SEEDS]
+    made += [made_up("rloo", 32, seed, 0.8, tokens=80000.0) for seed in SEEDS]
+    first, *others = verdicts.tokens_saved(verdicts.Runs(pd.DataFrame(made)))
+    assert first.effect.high < verdicts.CLAIMED_SAVING
+    assert first.verdict == UNDECIDED and "a lower bound; by the rules' form before" in first.why
+    (medians,) = (other for other in others if other.what.endswith("by medians"))
+    assert medians.effect.estimate == pytest.approx(1 - 1 / 80) and not medians.verdict
+
+
 @pytest.mark.parametrize(
     ("rival", "ours", "verdict"),
     [((1, 40), (0, 40), UNDECIDED), ((30, 40), (5, 40), SUPPORTED), ((30, 40), (32, 40), NOT_SUPPORTED)],
