@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import decision
-from experiments.decision import PromptDecisions, command_line, decisions_of, pushes, two_tokens, whatever_is_chosen
+from experiments import decision_push
+from experiments.decision import command_line
+from experiments.decision_push import PromptDecisions, decisions_of, pushes, two_tokens, whatever_is_chosen
 from otb.advantages import advantages
 from otb.baselines.group_mean import group_mean
 from otb.baselines.otb import otb
@@ -69,7 +70,7 @@ def drawn(rollouts: int, p: float = 0.3, right_if_first: float = 0.8, right_if_n
 def test_an_unbiased_push_is_the_derivative_of_the_mean_reward(baseline):
     """J = p a + (1 - p) b has the derivative p (1 - p) (a - b) by the log-odds of p."""
     found = pushes(baseline, drawn(8000), 4)
-    assert found.shape == (decision.PARTITIONS, 2000)
+    assert found.shape == (decision_push.PARTITIONS, 2000)
     of_groups = found[0]  # one partition: its groups share no rollout
     assert abs(of_groups.mean() - 0.3 * 0.7 * (0.8 - 0.4)) < 4 * of_groups.std() / len(of_groups) ** 0.5
 
@@ -119,8 +120,8 @@ def test_what_is_no_decision_between_two_tokens_is_refused(tokenizer, texts, nam
 def test_the_command_shows_what_rollouts_do_every_estimator_and_what_otb_is_made_of(
     policy, monkeypatch, capsys, tmp_path
 ):
-    monkeypatch.setattr(decision, "FIT_STEPS", 1)
-    monkeypatch.setattr(decision, "PROMPTS_PER_STEP", 2)
+    monkeypatch.setattr(decision_push, "FIT_STEPS", 1)
+    monkeypatch.setattr(decision_push, "PROMPTS_PER_STEP", 2)
     monkeypatch.chdir(tmp_path)
     command_line(["arithmetic", "1", "2", "--policy", str(policy), str(policy), "--prompts", "3", "--rollouts", "8"])
     shown = capsys.readouterr().out
