@@ -157,12 +157,22 @@ def saving(ours: Consumption, theirs: Consumption, **options) -> Interval:
         return first - second
 
     logs = two_arms(by_seed[0], by_seed[1], log_ratio, **options)
+    return as_saving(logs)
+
+
+def as_saving(logs: Interval) -> Interval:
+    """Returns 1 - ratio, from the logarithm of the ratio."""
     return Interval(1 - np.exp(logs.estimate), 1 - np.exp(logs.high), 1 - np.exp(logs.low), logs.seeds)
+
+
+def arrives(arm: Consumption, limit: float) -> bool:
+    """Tells whether any run of an arm reaches the target with at most `limit` tokens."""
+    return bool((arm.tokens[arm.reached] <= limit).any())
 
 
 def is_lower_bound(ours: Consumption, theirs: Consumption) -> bool:
     """Tells whether `saving` is a lower bound alone: it is cut off before any run of theirs reaches the target."""
-    return not (theirs.tokens[theirs.reached] <= horizon(ours, theirs)).any()
+    return not arrives(theirs, horizon(ours, theirs))
 
 
 def median_saving(ours: Consumption, theirs: Consumption, **options) -> Interval:
@@ -181,7 +191,7 @@ def median_saving(ours: Consumption, theirs: Consumption, **options) -> Interval
     logs = two_arms(by_seed[0], by_seed[1], log_ratio, **options)
     if not np.isfinite(logs.estimate):
         return Interval(np.nan, np.nan, np.nan, logs.seeds)
-    return Interval(1 - np.exp(logs.estimate), 1 - np.exp(logs.high), 1 - np.exp(logs.low), logs.seeds)
+    return as_saving(logs)
 
 
 def log_rank(ours: Consumption, theirs: Consumption) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -99,19 +99,20 @@ def decisions_of(model, rollouts: list[Rollout], tokens: list[int]) -> PromptDec
     return PromptDecisions(prompt, at, first, probability)
 
 
-def pushes(baseline: Callable, found: PromptDecisions, group_size: int, counted: Tensor | None = None) -> Tensor:
-    """Returns the pushes of an estimator on the decision of one prompt: (partitions, groups), a mean per group.
-
-    counted (M,) bool: the rollouts whose decisions count, all others count as 0.
-    """
+def pushes(baseline: Callable, found: PromptDecisions, group_size: int) -> Tensor:
+    """Returns the pushes of an estimator on the decision of one prompt: (partitions, groups), a mean per group."""
     generator = torch.Generator().manual_seed(0)  # the same groups for every estimator
     members = partitions(len(found.at), group_size, PARTITIONS, generator)
     advantage = rollout_advantages(baseline, found.prompt, members)
     advantage = advantage.expand(-1, -1, found.prompt.own.shape[1])  # (K, M, T)
     at_decision = advantage[:, torch.arange(len(found.at)), found.at.clamp(min=0)]
-    counted = found.at >= 0 if counted is None else (found.at >= 0) & counted
-    of_rollouts = at_decision * counted * (found.first.float() - found.probability)
+    of_rollouts = at_decision * (found.at >= 0) * (found.first.float() - found.probability)
     return of_rollouts[torch.arange(PARTITIONS)[:, None, None], members].mean(2)
+
+
+def mean_pushes(baseline: Callable, found: Iterable[PromptDecisions], group_size: int) -> np.ndarray:
+    """Returns the mean push of an estimator on the decisions of each prompt, (prompts,)."""
+    return np.array([float(pushes(baseline, one, group_size).mean()) for one in found])
 
 
 def whatever_is_chosen(found: PromptDecisions) -> PromptDecisions:
@@ -170,16 +171,14 @@ def parts_table(found: list[PromptDecisions], first: str, group_size: int) -> pd
     The damping by 1 / N on average, as of `group_mean`; what omega adds as far as it does not hang on the choice; and
     as far as it does.
     """
-    mean = {
-        "shrunk": np.array([float(pushes(rloo, one, group_size).mean()) for one in found]) * (1 - 1 / group_size),
-        "before": np.array([float(pushes(otb, whatever_is_chosen(one), group_size).mean()) for one in found]),
-        "otb": np.array([float(pushes(otb, one, group_size).mean()) for one in found]),
-    }
+    shrunk = mean_pushes(rloo, found, group_size) * (1 - 1 / group_size)
+    before = mean_pushes(otb, map(whatever_is_chosen, found), group_size)
+    whole = mean_pushes(otb, found, group_size)
     shown = {
-        "(N - 1) / N of RLOO's": mean["shrunk"],
-        "the energy up to the decision": mean["before"] - mean["shrunk"],
-        "the energy of what is chosen": mean["otb"] - mean["before"],
-        label("otb", group_size): mean["otb"],
+        "(N - 1) / N of RLOO's": shrunk,
+        "the energy up to the decision": before - shrunk,
+        "the energy of what is chosen": whole - before,
+        label("otb", group_size): whole,
     }
     rows = [{"part": part, f"push towards {first!r}": over_prompts(values)} for part, values in shown.items()]
     return pd.DataFrame(rows)
@@ -187,18 +186,26 @@ def parts_table(found: list[PromptDecisions], first: str, group_size: int) -> pd
 
 def halves_table(found: list[PromptDecisions], first: str, group_size: int) -> pd.DataFrame:
     """Returns what each half of a prompt's rollouts adds to the pushes: those that spent less up to there, and more."""
+    more = [spent_more(one) for one in found]
     rows = []
-    for half in ("less", "more"):
-        of_half = []
-        for one in found:
-            spent = (one.prompt.score_norms.cumsum(1) - one.prompt.score_norms).gather(1, one.at.clamp(min=0)[:, None])
-            above = spent[:, 0] > spent[one.at >= 0, 0].median()
-            counted = above if half == "more" else ~above
-            of_half.append([float(pushes(baseline, one, group_size, counted).mean()) for baseline in (rloo, otb)])
-        theirs, ours = np.array(of_half).T
-        pushed = {f"{label('rloo', group_size)}: push towards {first!r}": theirs, f"{label('otb', group_size)}": ours}
-        rows.append({"energy before the decision": half} | {name: over_prompts(part) for name, part in pushed.items()})
+    for half, counted in {"less": [~one for one in more], "more": more}.items():
+        halves = [half_of(one, rollouts) for one, rollouts in zip(found, counted, strict=True)]
+        theirs, ours = (over_prompts(mean_pushes(baseline, halves, group_size)) for baseline in (rloo, otb))
+        pushed = {f"{label('rloo', group_size)}: push towards {first!r}": theirs, label("otb", group_size): ours}
+        rows.append({"energy before the decision": half} | pushed)
     return pd.DataFrame(rows)
+
+
+def spent_more(found: PromptDecisions) -> Tensor:
+    """Tells which rollouts (M,) had spent more energy before they decided than the median one of those that decide."""
+    norms = found.prompt.score_norms
+    spent = (norms.cumsum(1) - norms).gather(1, found.at.clamp(min=0)[:, None])[:, 0]
+    return spent > spent[found.at >= 0].median()
+
+
+def half_of(found: PromptDecisions, counted: Tensor) -> PromptDecisions:
+    """Returns the same rollouts, of which those that are not `counted` (M,) never decide."""
+    return found._replace(at=found.at.where(counted, -1))
 
 
 def over_prompts(values: ArrayLike) -> str:

@@ -59,7 +59,7 @@ def measure(recipe: str, asked_for: list[Policy], steps: int, parallel: int | No
         # alone, and other rows may ask for the policy at half once more.
         place = folder / "c1" / "-".join([policy.task, str(policy.seed), policy.stage])
         if step := int(steps * STAGES[policy.stage]):
-            typed("run", f"experiment={recipe}", "baseline=rloo", *asked, f"steps={step}", f"runs_dir={place}")
+            typed("run", f"experiment={recipe}", *asked, f"steps={step}", f"runs_dir={place}")
             (checkpoint,) = place.glob(f"*/*/checkpoints/step-{step:08d}")
             asked.append(f"checkpoint={checkpoint}")
         noise.add(moments(place, parallel, *asked), policy, file)

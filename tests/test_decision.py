@@ -8,7 +8,7 @@ import torch
 
 from experiments import decision_push
 from experiments.decision import command_line
-from experiments.decision_push import PromptDecisions, decisions_of, pushes, two_tokens, whatever_is_chosen
+from experiments.decision_push import PromptDecisions, decisions_of, half_of, pushes, two_tokens, whatever_is_chosen
 from otb.advantages import advantages
 from otb.baselines.group_mean import group_mean
 from otb.baselines.otb import otb
@@ -81,7 +81,7 @@ def test_the_groups_are_the_same_for_every_estimator():
 
 def test_the_pushes_of_two_halves_of_the_rollouts_add_up():
     found, half = drawn(40), torch.arange(40) < 20
-    halves = pushes(otb, found, 4, half) + pushes(otb, found, 4, ~half)
+    halves = pushes(otb, half_of(found, half), 4) + pushes(otb, half_of(found, ~half), 4)
     torch.testing.assert_close(halves, pushes(otb, found, 4))
 
 

@@ -18,7 +18,7 @@ from analysis.intervals import Interval, difference, improvement, share_differen
 from analysis.report.claims import NOT_SUPPORTED, NOTHING, SUPPORTED, UNDECIDED, decide
 from analysis.stability import stability_table
 from analysis.study.rows import FIXED, steps_table
-from analysis.token_consumption import consumption, horizon, is_lower_bound, median_saving, saving
+from analysis.token_consumption import arrives, consumption, horizon, is_lower_bound, median_saving, saving
 from otb.errors import RunError
 
 OURS, RIVAL, SMALL, LARGE = "otb", "rloo", 4, 32
@@ -274,9 +274,8 @@ def verdict_within_bounds(runs: Runs, ours: Arm, against: dict[Arm, Interval], t
 
     against: the saving of ours against the rival at its large N, and then at its small one.
     """
-    verdict = saving_verdict(*against.values())
-    theirs = {arm: consumption(runs.of(arm), target) for arm in against}
-    bounded = [arm for arm in against if is_lower_bound(consumption(runs.of(ours), target), theirs[arm])]
+    verdict, own = saving_verdict(*against.values()), consumption(runs.of(ours), target)
+    bounded = [arm for arm in against if is_lower_bound(own, consumption(runs.of(arm), target))]
     open_above = against | {arm: against[arm]._replace(high=np.inf) for arm in bounded}
     if verdict == NOT_SUPPORTED != saving_verdict(*open_above.values()):
         return UNDECIDED, "a lower bound; by the rules' form before, which let one refute the claim: not supported"
@@ -302,7 +301,7 @@ def censored_text(ours: tuple[Runs, Arm], theirs: tuple[Runs, Arm], target: floa
     ]
     limit = horizon(*reaching.values())
     for name, arm in reaching.items():
-        if arm.reached.any() and arm.tokens[arm.reached].min() > limit:
+        if arm.reached.any() and not arrives(arm, limit):
             cut = f"cut off at {limit / 1e3:.0f}k tokens, before any run of {name} gets there"
             found.append(cut + (": a lower bound" if name == named(theirs[1]) else ""))
     return ", ".join(found) or "no run censored"
