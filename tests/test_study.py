@@ -450,9 +450,20 @@ def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():
     assert table.collapsed_at[3e-3, "rloo"] == 16  # the mean of 10 steps falls below a half
     page = collapses.cells_section(table.reset_index())
     assert "| 0.003 | `rollouts_by=hf` | 3 of 3, median step 16 |" in page and "| 0 of 3 |" in page
+    assert collapses.room_section(table.reset_index()) == []  # two rates
     axes = collapses.survival(pd.DataFrame(made))
     assert [len(panel.get_lines()) for panel in axes] == [2, 2]
     assert "3 runs per arm, 3 seeds" in axes[0].get_title()
+
+
+def test_a_smaller_gradient_moves_the_best_rate_and_the_breaking_one_alike():
+    """OTB is RLOO at half its rate, and was not run where it would break."""
+    of_rate = {1: (0.7, 0), 2: (0.9, 1), 4: (0.8, 4), 8: (0.1, 10)}  # final accuracy, collapsed runs of ten
+    made = [("rloo", rate, *end) for rate, end in of_rate.items()]
+    made += [("otb", 2 * rate, *end) for rate, end in of_rate.items() if rate < 8]
+    table = pd.DataFrame(made, columns=["baseline", "learning_rate", "final", "collapsed"])
+    *_, row = collapses.room_section(table.assign(varied="sgd", runs=10))[-1].splitlines()
+    assert row == "| `sgd` | 2 | 8 | 4 | 4 | more than 8 | more than 2 |"
 
 
 def test_rollouts_of_a_step_are_divided_in_two_ways():

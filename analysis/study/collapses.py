@@ -16,6 +16,11 @@ from analysis.study.rows import steps_table
 from analysis.study.verdicts import SETTING
 from analysis.style import PAGE, figure, figure_of, keep_numbers, legend_below, seeds_text
 
+FEWEST_RATES = 3  # of a setting, below which nothing is said of where its runs end highest and where they break
+ROOM_TEXT = (
+    "Room above the best rate: how many times the rate at which an arm ends highest it takes until half of its runs "
+    "collapse, by the rates that were run. A smaller gradient is the same as a lower rate, and moves both alike."
+)
 APART = 0.01  # of the share: what lines of arms are shifted by
 
 
@@ -48,6 +53,30 @@ def cells_section(table: pd.DataFrame) -> str:
             row[f"{name}: final accuracy"] = str(Interval(arm.final, arm.final_low, arm.final_high, arm.runs))
         shown.append(row)
     return markdown_table(pd.DataFrame(shown).fillna(""))
+
+
+def room_section(table: pd.DataFrame) -> list[str]:
+    """Returns lines of a page: how many times its best rate it takes until half of an arm's runs collapse.
+
+    table: of `cells`. Settings of fewer than `FEWEST_RATES` rates are left out.
+    """
+    shown = []
+    for varied, part in table.groupby("varied"):
+        if part.learning_rate.nunique() < FEWEST_RATES:
+            continue
+        row = {"setting": f"`{varied}`"}
+        for baseline, cells_of_arm in sorted(part.groupby("baseline"), reverse=True):
+            arm = cells_of_arm.sort_values("learning_rate")
+            rates = arm.learning_rate.to_numpy()
+            best = rates[arm.final.to_numpy().argmax()]
+            broken = rates[(arm.collapsed >= arm.runs / 2).to_numpy()]
+            above, breaking = ("", broken[0]) if len(broken) else ("more than ", rates[-1])
+            name = label(str(baseline))
+            row[f"{name}: ends highest at"] = f"{best:g}"
+            row[f"{name}: half collapse at"] = f"{above}{breaking:g}"
+            row[f"{name}: room"] = f"{above}{breaking / best:.2g}"
+        shown.append(row)
+    return [ROOM_TEXT, "", markdown_table(pd.DataFrame(shown))] if shown else []
 
 
 def survival(rows: pd.DataFrame):

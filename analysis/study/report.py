@@ -15,7 +15,7 @@ from analysis.group_size import final_accuracy
 from analysis.intervals import bootstrap, iqm
 from analysis.report.markdown import markdown_table
 from analysis.study import verdicts
-from analysis.study.collapses import cells, cells_section
+from analysis.study.collapses import cells, cells_section, room_section
 from analysis.study.figures import figures
 from analysis.study.methods import write_methods
 from analysis.study.noise import relative_noise
@@ -174,7 +174,8 @@ def sections(
         of_both = [c for c in spoken if (c.claim, c.task) == (claim, task)]
         tables = noise_section(of_both[0], noise[task]) if claim == "C1" else comparison_section(of_both)
         if claim == "C2":
-            tables += ["", cells_section(cells(of_kind(rows, OTHERS["C2"]).query("task == @task")))]
+            found = cells(of_kind(rows, OTHERS["C2"]).query("task == @task"))
+            tables += ["", cells_section(found), "", *room_section(found)]
         if claim == "C3":
             tables += ["", ARMS_TEXT, "", arms_table(of_kind(rows, MAIN).query("task == @task"))]
         lines += [f"## {claim} on `{task}`", "", *tables, ""]

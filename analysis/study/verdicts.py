@@ -18,7 +18,7 @@ from analysis.intervals import Interval, difference, improvement, share_differen
 from analysis.report.claims import NOT_SUPPORTED, NOTHING, SUPPORTED, UNDECIDED, decide
 from analysis.stability import stability_table
 from analysis.study.rows import FIXED, steps_table
-from analysis.token_consumption import arrives, consumption, horizon, is_lower_bound, median_saving, saving
+from analysis.token_consumption import Consumption, arrives, consumption, horizon, is_lower_bound, median_saving, saving
 from otb.errors import RunError
 
 OURS, RIVAL, SMALL, LARGE = "otb", "rloo", 4, 32
@@ -67,10 +67,17 @@ class Runs:
         self.table = steps_table(rows)
         final = final_accuracy(self.table)
         self.finals = {(baseline, int(size)): by_seed(rows, "final") for baseline, size, _, rows in by_arm(final)}
+        self.consumptions: dict[tuple[Arm, float], Consumption] = {}  # each stands in several comparisons
 
     def of(self, arm: Arm) -> pd.DataFrame:
         """Returns the steps of one arm's runs."""
         return self.table[(self.table.baseline == arm[0]) & (self.table.group_size == arm[1])]
+
+    def consumption(self, arm: Arm, target: float) -> Consumption:
+        """Returns the own tokens of one arm's runs until a target accuracy."""
+        if (arm, target) not in self.consumptions:
+            self.consumptions[arm, target] = consumption(self.of(arm), target)
+        return self.consumptions[arm, target]
 
     @property
     def best(self) -> Arm:
@@ -223,7 +230,7 @@ def tokens_saved(runs: Runs) -> list[Comparison]:
     target = TARGETS[0] * runs.best_final
     if {ours, large} <= runs.finals.keys():
         what = f"{named(ours)} against {named(large)}, to {TARGETS[0]:.0%} of the best, by medians"
-        medians = median_saving(consumption(runs.of(ours), target), consumption(runs.of(large), target))
+        medians = median_saving(runs.consumption(ours, target), runs.consumption(large, target))
         comparisons.append(Comparison("C4", runs.task, what, medians, "", ""))
     at_small = [arm for arm in others if arm[1] == SMALL]
     for arm, rival in [(small, large), *((arm, rival) for rival in (small, ours) for arm in at_small)]:
@@ -256,7 +263,7 @@ def rollouts_divided(wide: Runs, deep: Runs) -> list[Comparison]:
         why = "; ".join(filter(None, [lacks, better_text(wide.finals[many], deep.finals[few])]))
         comparisons.append(Comparison(FIXED, wide.task, what, ends, "", why))
         what = f"{label(baseline)}: tokens saved to {target:.3f}, N={SMALL} against N={LARGE}"
-        effect = saving(consumption(wide.of(many), target), consumption(deep.of(few), target))
+        effect = saving(wide.consumption(many, target), deep.consumption(few, target))
         censored = censored_text((wide, many), (deep, few), target)
         comparisons.append(Comparison(FIXED, wide.task, what, effect, "", "; ".join(filter(None, [lacks, censored]))))
     return comparisons
@@ -274,8 +281,8 @@ def verdict_within_bounds(runs: Runs, ours: Arm, against: dict[Arm, Interval], t
 
     against: the saving of ours against the rival at its large N, and then at its small one.
     """
-    verdict, own = saving_verdict(*against.values()), consumption(runs.of(ours), target)
-    bounded = [arm for arm in against if is_lower_bound(own, consumption(runs.of(arm), target))]
+    verdict, own = saving_verdict(*against.values()), runs.consumption(ours, target)
+    bounded = [arm for arm in against if is_lower_bound(own, runs.consumption(arm, target))]
     open_above = against | {arm: against[arm]._replace(high=np.inf) for arm in bounded}
     if verdict == NOT_SUPPORTED != saving_verdict(*open_above.values()):
         return UNDECIDED, "a lower bound; by the rules' form before, which let one refute the claim: not supported"
@@ -286,14 +293,14 @@ def saved(runs: Runs, ours: Arm, theirs: Arm, target: float) -> Interval:
     """Returns the share of their tokens to the target that ours saves."""
     if not {ours, theirs} <= runs.finals.keys():
         return NOTHING
-    return saving(consumption(runs.of(ours), target), consumption(runs.of(theirs), target))
+    return saving(runs.consumption(ours, target), runs.consumption(theirs, target))
 
 
 def censored_text(ours: tuple[Runs, Arm], theirs: tuple[Runs, Arm], target: float) -> str:
     """Returns how many runs of two arms never reached the target, and where that cuts their comparison off."""
     if lacking := [f"{named(arm)} was not run" for runs, arm in (ours, theirs) if arm not in runs.finals]:
         return ", ".join(lacking)
-    reaching = {named(arm): consumption(runs.of(arm), target) for runs, arm in (ours, theirs)}
+    reaching = {named(arm): runs.consumption(arm, target) for runs, arm in (ours, theirs)}
     found = [
         f"{(~arm.reached).sum()} of {len(arm.reached)} runs of {name} censored"
         for name, arm in reaching.items()
