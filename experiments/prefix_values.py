@@ -13,11 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.prefix_values import draw
-from analysis.style import save
 from experiments.command_line import exit_codes
-from experiments.tiny_sampler import task_without_tools, tiny_sampler
-from otb.laboratory.oracle import continued
 
 PARTS = 16  # prefixes of a rollout, at equal shares of its tokens
 SEQUENCES_AT_ONCE = 256
@@ -25,6 +21,10 @@ SEQUENCES_AT_ONCE = 256
 
 def prefix_values(task_name: str, prompts: int, rollouts: int, continuations: int) -> pd.DataFrame:
     """Returns a row per prefix: prompt, rollout, position, length, reward of the rollout and value (mean reward)."""
+    # torch and transformers take seconds to import, so only now
+    from experiments.tiny_sampler import task_without_tools, tiny_sampler
+    from otb.laboratory.oracle import continued
+
     task, model, tokenizer, sampler = tiny_sampler(task_without_tools(task_name), None, "runs/prefix_values")
     rows = list(task.eval_dataset())[:prompts]
     found = []
@@ -56,6 +56,9 @@ def command_line(arguments: list[str]) -> None:
     parser.add_argument("--continuations", type=int, default=32, help="of each of 16 prefixes of a rollout")
     options = parser.parse_args(arguments)
     with exit_codes(after_stop="begins anew"):
+        from analysis.prefix_values import draw  # matplotlib: so only now, too
+        from analysis.style import save
+
         table = prefix_values(options.task, options.prompts, options.rollouts, options.continuations)
         for file in save(draw(table, options.task), options.file, ("png",)):
             print(file)
