@@ -16,7 +16,8 @@ RIGHT, WRONG = "#0072B2", "#D55E00"
 def draw(table: pd.DataFrame, task: str):
     """Draws V along single rollouts, and beside it the share of the reward's variance that prefixes explain.
 
-    table: prompt, rollout, length, reward, position, value: the mean reward of a prefix's continuations.
+    table: prompt, rollout, length, reward, position, value (the mean reward of a prefix's continuations), value_error
+        (its standard error).
 
     Returns:
         The axes.
@@ -42,30 +43,33 @@ def draw(table: pd.DataFrame, task: str):
     left.set_title(
         f"{task}: one rollout of each of {shown.prompt.nunique()} prompts, {DRAWN} at most", loc="left", fontsize=7
     )
-    right.set_title(f"{len(counts)} rollouts of {table.prompt.nunique()} prompts", loc="left", fontsize=7)
+    about = f"{len(counts)} rollouts of {table.prompt.nunique()} prompts; band: 95 % over prompts"
+    right.set_title(about, loc="left", fontsize=7)
     keep_numbers((left, right), table)
     return left
 
 
 def explained_variance(table: pd.DataFrame, parts: int = 16) -> pd.DataFrame:
-    """Returns 1 - mean (R - V)^2 / variance of R at each share of the rollouts, with its 95 % interval over rollouts.
+    """Returns the share of the variance of R that V explains at each share of the rollouts, with its 95 % interval.
 
-    V is a mean of few continuations, whose noise lowers it: below 0 where prefixes explain nothing.
+    It is 1 - mean (R - V)^2 / variance of R, with the noise of V taken off. Intervals are over prompts, as the rollouts
+    of one prompt are no independent samples.
 
     Returns:
         share, explained, low, high.
     """
     share = (table.position / table.length * parts).round() / parts
+    missed = (table.reward - table.value) ** 2 - table.value_error**2
+    sums = pd.DataFrame({"n": 1, "missed": missed, "reward": table.reward, "squared": table.reward**2})
     found = []
-    for at, part in table.groupby(share):
-        rollouts = part[["reward", "value"]].to_numpy()
-        ends = bootstrap([rollouts], explained_by)
+    for at, of_share in sums.groupby(share):
+        ends = bootstrap([of_share.groupby(table.prompt).sum().to_numpy()], explained_by)
         found.append({"share": at, "explained": ends.estimate, "low": ends.low, "high": ends.high})
     return pd.DataFrame(found)
 
 
-def explained_by(rollouts: NDArray) -> NDArray:
-    """Returns the share of the variance of R that V explains. rollouts: (rollouts, ..., 2), R and V."""
-    rewards, values = rollouts[..., 0], rollouts[..., 1]
-    variance = rewards.var(axis=0)
-    return 1 - np.square(rewards - values).mean(axis=0) / np.where(variance > 0, variance, np.nan)
+def explained_by(sums: NDArray) -> NDArray:
+    """Returns the explained share of the variance of R. sums: (prompts, ..., 4), as `explained_variance` makes them."""
+    n, missed, reward, squared = np.moveaxis(sums.sum(axis=0), -1, 0)
+    variance = squared / n - (reward / n) ** 2
+    return 1 - missed / n / np.where(variance > 0, variance, np.nan)
