@@ -43,7 +43,7 @@ QUICK = {"claim_c3_c4": 2, "claim_c3_c4_32": 2, "claim_c1": 1, "claim_c2": 1}  #
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
     *("claim_c1", "claim_fixed_rollouts"),
-    *("claim_c2", "claim_c2_between", "claim_c2_cosine", "claim_c2_sgd", "claim_c2_updates"),
+    *("claim_c2", "claim_c2_between", "claim_c2_cosine", "claim_c2_sgd", "claim_c2_sgd_16", "claim_c2_updates"),
     *("claim_rates_tools", "claim_rates_tools_low", "claim_c3_c4_tools"),
     *("claim_rates_tools_32", "claim_c3_c4_tools_32", "claim_c1_tools"),
     *("claim_rates_long", "claim_rates_long_low", "claim_c3_c4_long"),

@@ -110,7 +110,8 @@ def all_comparisons(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame
     for _, part in of_kind(grid, OTHERS["C2"]).groupby("task"):
         found += verdicts.collapses(part)
     for recipe, words in BESIDE_C2.items():
-        found += [verdicts.collapses_beside(part, words) for _, part in of_kind(rows, recipe).groupby("task")]
+        if recipe in rows:
+            found += [verdicts.collapses_beside(part, words) for _, part in rows[recipe].groupby("task")]
     return found
 
 

@@ -348,8 +348,9 @@ def collapses_beside(rows: pd.DataFrame, words: str) -> Comparison:
 
     rows: of one task. words: which settings these are.
     """
-    found = collapses(rows)[0]
-    return found._replace(what=f"{words}: {found.what}", verdict="", why=f"by the same rule: {found.verdict}")
+    found, left_out = collapses(rows)[0], rows.groupby(SETTING).ngroups - judged_settings(rows)[1]
+    why = f"by the same rule: {found.verdict}" + (f"; {left_out} settings left out for want of seeds" if left_out else "")
+    return found._replace(what=f"{words}: {found.what}", verdict="", why=why)
 
 
 def judged_settings(rows: pd.DataFrame) -> tuple[pd.DataFrame, int, int]:
