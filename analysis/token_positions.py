@@ -17,7 +17,8 @@ SHOWN = 6  # rollouts of a group with their text; more do not fit under one pict
 def group_numbers(group: pd.DataFrame) -> pd.DataFrame:
     """Returns a row per own token: rollout, position, token, realized_energy, baseline, advantage, reward.
 
-    The baseline is the reward minus the advantage.
+    The baseline is as the trainer kept it: what is left of the reward without the advantage is something else where
+    advantages were divided by a spread or weighed. It is NaN in samples of runs that did not keep it yet.
     """
     rows = []
     for _, rollout in group.iterrows():
@@ -27,18 +28,16 @@ def group_numbers(group: pd.DataFrame) -> pd.DataFrame:
                 f"Rollout {rollout.rollout} has {len(tokens)} own tokens and {len(advantage)} advantages: damaged."
             )
         columns = {"rollout": rollout.rollout, "position": np.arange(1, len(tokens) + 1), "token": tokens}
-        columns |= {"realized_energy": energy(rollout), "baseline": rollout.reward - advantage, "advantage": advantage}
+        columns |= {"realized_energy": energy(rollout), "advantage": advantage}
+        columns |= {"baseline": rollout.get("baselines", np.nan)}
         rows.append(pd.DataFrame(columns | {"reward": rollout.reward}))
     return pd.concat(rows, ignore_index=True)
 
 
-def token_positions(group: pd.DataFrame, scaled: bool = False):
+def token_positions(group: pd.DataFrame):
     """Draws realized energy, baseline and advantage over own-token position for one prompt group, its text below.
 
-    Args:
-        group: of `samples.read_group`.
-        scaled: the advantages were divided by a spread (grpo), so that reward minus advantage is no baseline and is
-            not drawn.
+    group: of `samples.read_group`.
 
     Returns:
         The axes of the three curves, then those of the texts.
@@ -52,8 +51,6 @@ def token_positions(group: pd.DataFrame, scaled: bool = False):
     curves = [figure.add_subplot(grid[0, place]) for place in range(3)]
     for axes, column in zip(curves, ("realized_energy", "baseline", "advantage"), strict=True):
         for place, (name, rows) in enumerate(numbers.groupby("rollout", sort=False)):
-            if column == "baseline" and scaled:
-                continue
             tint, style = LINES[place % len(LINES)], "-" if rows.reward.iloc[0] > 0 else "--"
             axes.plot(rows.position, rows[column], color=tint, ls=style, lw=1, alpha=0.85, label=f"rollout {name}")
         axes.set(xlabel="own token", title=column.replace("_", " "))

@@ -271,11 +271,11 @@ class RunTrainer(EvaluatingTrainer):
 
     def _evaluation_row(self, samples: Samples, started: float) -> dict:
         """Returns the measures of one set under the names of EVALUATION_METRICS; what was not measured is absent."""
-        scored = ~samples.rewards.isnan()
+        scored, right = ~samples.rewards.isnan(), samples.rewards == 1
         row = {
             "step": self.state.global_step,
-            "accuracy": (samples.rewards[scored] == 1).float().mean().item() if scored.any() else None,
-            "pass_at_k": (samples.rewards == 1).any(1).float().mean().item(),
+            "accuracy": right[scored].float().mean().item() if scored.any() else None,
+            "pass_at_k": right.any(1)[scored.any(1)].float().mean().item() if scored.any() else None,
             "samples": samples.rewards.shape[1],
             "prompts": len(samples.rewards),
             "response_length_mean": samples.own_tokens.float().mean().item(),

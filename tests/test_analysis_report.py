@@ -164,6 +164,16 @@ def test_tokens_saved_are_the_ratio_of_the_crossings(tmp_path):
     assert across.effect.estimate == pytest.approx(1 - 0.75 / 8, abs=0.01)
 
 
+def test_a_saving_that_is_a_lower_bound_refutes_nothing(tmp_path):
+    """One run of OTB ends short of the target, before any run of GRPO at N = 32 gets there."""
+    for seed in range(8):
+        write_run(tmp_path, "otb", 4, seed, steps=20, rate=0.005 if seed == 2 else 0.03)
+        write_run(tmp_path, "grpo", 32, seed, steps=20, rate=0.025)
+    (row,) = (row for row in findings(tmp_path)["C4"] if "GRPO, N=32" in row.comparison)
+    assert "(1 of 8 censored)" in row.comparison and row.effect.high < 0.62
+    assert row.verdict == UNDECIDED and row.why.startswith("a lower bound")
+
+
 def test_overhead_is_a_share_of_the_step(tmp_path):
     rows = findings(write_sweep(tmp_path))["C5"]
     assert [row.verdict for row in rows] == [SUPPORTED] * 2 and rows[0].effect.estimate == pytest.approx(0.04)

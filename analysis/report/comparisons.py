@@ -12,7 +12,7 @@ from analysis.intervals import Interval, bootstrap, difference, iqm, share_diffe
 from analysis.noise import is_measured, noise_to_signal_per_run, power_per_run
 from analysis.report.claims import NOT_SUPPORTED, NOTHING, SUPPORTED, UNDECIDED, Finding, decide, rules
 from analysis.stability import stability_table
-from analysis.token_consumption import Consumption, consumption, saving
+from analysis.token_consumption import Consumption, consumption, is_lower_bound, saving
 from otb.errors import RunError
 
 Arm = tuple[str, int]
@@ -152,6 +152,8 @@ class Claims:
                 verdict, why = decide(effect, rule)
                 if np.isnan(effect.estimate):
                     why = f"no run of either arm reaches the target {self.target:g}"
+                elif verdict == NOT_SUPPORTED and is_lower_bound(*both):
+                    verdict, why = UNDECIDED, f"a lower bound, cut off before any run of {label(*theirs)} gets there"
                 elif verdict == NOT_SUPPORTED and effect.low > 0:
                     why = f"saves tokens, but less than the claimed {rule['claimed']:.0%}: {effect}"
                 censored = [f"{(~arm.reached).sum()} of {len(arm.reached)}" for arm in both]

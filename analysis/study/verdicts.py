@@ -349,7 +349,8 @@ def collapses_beside(rows: pd.DataFrame, words: str) -> Comparison:
     rows: of one task. words: which settings these are.
     """
     found, left_out = collapses(rows)[0], rows.groupby(SETTING).ngroups - judged_settings(rows)[1]
-    why = f"by the same rule: {found.verdict}" + (f"; {left_out} settings left out for want of seeds" if left_out else "")
+    why = f"by the same rule: {found.verdict}"
+    why += f"; {left_out} settings left out for want of seeds" if left_out else ""
     return found._replace(what=f"{words}: {found.what}", verdict="", why=why)
 
 

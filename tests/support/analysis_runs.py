@@ -84,14 +84,17 @@ def write_run(
 
 
 def group() -> pd.DataFrame:
-    """One prompt group of two rollouts, with a tool token in the second; W = cumulated w, A = R - B by hand."""
+    """One prompt group of two rollouts, with a tool token in the second; W = cumulated w, A = R - B by hand.
+
+    The second rollout's advantages are doubled, as by token weights.
+    """
     first = {"tokens": ["7", "+", "8"], "own": [True] * 3, "reward": 1.0, "energies": [0.5, 0.5, 1.0]}
     second = {"tokens": ["1", "5<script>", "!"], "own": [True, False, True], "reward": 0.0, "energies": [0.5, 1.5]}
-    rows = [first | {"advantages": [0.5, 0.75, 1.0]}, second | {"advantages": [-0.5, -0.25]}]
+    first |= {"advantages": [0.5, 0.75, 1.0], "baselines": [0.5, 0.25, 0.0]}
+    second |= {"advantages": [-1.0, -0.5], "baselines": [0.5, 0.25]}
     shared = {"step": 40, "prompt": 0, "prompt_text": "7+8 = <b>?"}
-    return pd.DataFrame(
-        [shared | {"rollout": i, "response_text": "".join(row["tokens"])} | row for i, row in enumerate(rows)]
-    )
+    rows = enumerate([first, second])
+    return pd.DataFrame([shared | {"rollout": i, "response_text": "".join(row["tokens"])} | row for i, row in rows])
 
 
 def write_sweep(folder: Path, seeds: int = 3, sizes=(4, 32), **options) -> Path:
