@@ -5,21 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import typing
 from functools import cache
 from pathlib import Path
 
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)} | {"None": type(None)}
-
-
-def literal_choices(function, argument: str) -> tuple[str, ...]:
-    """Returns the values of an argument annotated as typing.Literal; () for any other annotation."""
-    annotation = inspect.signature(function).parameters[argument].annotation
-    if isinstance(annotation, str):  # from __future__ import annotations
-        if not annotation.startswith("Literal["):
-            return ()
-        annotation = eval(annotation, {"Literal": typing.Literal})  # an annotation of the imported module
-    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
 
 
 def plain_types(function, argument: str) -> tuple[type, ...]:

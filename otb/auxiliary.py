@@ -7,8 +7,9 @@ otb/mtp_training.py makes a loss of them. Importing this file imports no torch.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
+
+from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 MODES = ("detach", "ce", "policy", "occ", "occ_as_code")
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "mimo")  # model_type of what heads have been tested for
@@ -21,6 +22,13 @@ LEFT_ALONE = {
     "delta": None,
 }
 NEVER = ("use_liger_kernel", "cast_lm_head_to_fp32", "fp16", "torch_compile")  # untested beside a head
+RULES = {
+    "weight": Rule("above 0", is_positive, 0.1),
+    "lambda_plus": Rule("above 0", is_positive, 1),
+    "eps": Rule("above 0: it is added to what lambda is divided by", is_positive, 1e-8),
+    "limit": Rule("above 0, or null for none", is_positive, 1, optional=True),
+    "warmup": Rule("a whole number of steps >= 0", lambda value: value >= 0, 20, whole=True),
+}
 
 
 class MultiTokenPrediction:
@@ -52,19 +60,15 @@ class MultiTokenPrediction:
         warmup: int = 0,
         weights: Literal["fresh", "shipped"] = "fresh",
     ):
-        choices_of = {"mode": (mode, MODES), "ratio_to": (ratio_to, ("main", "head"))}
-        for name, (value, choices) in (choices_of | {"weights": (weights, ("fresh", "shipped"))}).items():
-            if value not in choices:
-                raise ValueError(f"{name}={value} is not one of {', '.join(choices)}. Try {name}={choices[0]}.")
-        for name, number, fix in (("weight", weight, 0.1), ("lambda_plus", lambda_plus, 1.0), ("limit", limit, 1.0)):
-            if number is not None and not 0 < number < math.inf:
-                raise ValueError(f"{name}={number} must be above 0. Try {name}={fix}.")
-        if not 0 < eps < math.inf:
-            raise ValueError(f"eps={eps} must be above 0: it is added to what lambda is divided by. Try eps=1e-8.")
-        if type(warmup) is not int or warmup < 0:
-            raise ValueError(f"warmup={warmup} must be a whole number of steps >= 0. Try warmup=20.")
+        for name, value, choices in (
+            ("mode", mode, MODES),
+            ("ratio_to", ratio_to, ("main", "head")),
+            ("weights", weights, ("fresh", "shipped")),
+        ):
+            refuse_unknown(name, value, choices)
         self.mode, self.weight, self.lambda_plus, self.eps = mode, weight, lambda_plus, eps
         self.limit, self.ratio_to, self.warmup, self.weights = limit, ratio_to, warmup, weights
+        refuse_out_of_range(vars(self), RULES)
 
     def acts(self, step: int) -> bool:
         """Tells whether the head's loss reaches the policy in the update after `step` optimizer steps."""

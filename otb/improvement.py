@@ -13,16 +13,17 @@ import random
 import statistics
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-# name -> what a number must be, in words, whether it is, and one to try; null is checked apart
 RULES = {
-    "window": ("a whole number >= 2: one reward has no standard deviation", lambda value: value >= 2, 8),
-    "negative_scale": ("a number from 0 to 1", lambda value: 0 <= value <= 1, 0.1),
-    "weight": ("a number other than 0", lambda value: value != 0 and math.isfinite(value), 0.43),
-    "eps": ("a positive number", lambda value: 0 < value < math.inf, 1e-8),
-    "cap": ("a positive number, or null for none", lambda value: 0 < value < math.inf, 3),
+    "window": Rule("a whole number >= 2, as one reward has no deviation", lambda value: value >= 2, 8, whole=True),
+    "negative_scale": Rule("a number from 0 to 1", lambda value: 0 <= value <= 1, 0.1),
+    "weight": Rule("a number other than 0", lambda value: value != 0 and math.isfinite(value), 0.43),
+    "eps": Rule("a positive number", is_positive, 1e-8),
+    "cap": Rule("a positive number, or null for none", is_positive, 3, optional=True),
 }
 
 
@@ -79,14 +80,9 @@ class PolicyImprovement:
         self.eps, self.cap, self.advantages, self.seed = eps, cap, advantages, seed
         self._means: list[float] = []  # of the last `window` batches
         self._xis: list[float] = []  # all so far, for "shuffled" alone
-        for name, (rule, holds, tried) in RULES.items():
-            value = getattr(self, name)
-            if value is not None and not holds(value):
-                raise ValueError(f"{name}={value} must be {rule}. Try {name}={tried}.")
-        if mode not in ("pipo", "constant", "shuffled"):
-            raise ValueError(f"mode={mode} must be pipo, constant or shuffled. Try mode=pipo.")
-        if advantages not in ("native", "scaled"):
-            raise ValueError(f"advantages={advantages} must be native or scaled. Try advantages=native.")
+        refuse_out_of_range(vars(self), RULES)
+        refuse_unknown("mode", mode, ("pipo", "constant", "shuffled"))
+        refuse_unknown("advantages", advantages, ("native", "scaled"))
 
     def observe(self, mean_reward: float) -> Reading:
         """Takes the mean reward of a new batch, over all processes of the run, and compares it with those before it.

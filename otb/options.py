@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from otb import baselines
+from otb.values import refuse_arguments
 
 # What each option of GRPOConfig must be for the softmax at the temperature to be the distribution sampled from.
 NEUTRAL_SAMPLING = {
@@ -57,6 +58,7 @@ def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool, weigh
 
     weighs_tokens: whether token weights make an advantage per token of whatever the baseline returns.
     """
+    refuse_arguments(baseline)
     name, group_size = baselines.name_of(baseline), args.num_generations
     if group_size < (smallest := baselines.min_group_size_of(baseline)):
         other = ", or use a baseline that works with one rollout (none, otb, energy_probe)" if group_size == 1 else ""

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-# name -> what a number must be, in words, and whether it is; null is checked apart
+from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
+
 RULES = {
-    "warmup": ("a whole number >= 0", lambda value: value >= 0),
-    "ratio": ("a number > 1", lambda value: 1 < value < math.inf),
-    "baseline_steps": ("a whole number >= 1", lambda value: value >= 1),
-    "period_factor": ("a positive number", lambda value: 0 < value < math.inf),
-    "factor": ("a number between 0 and 1, without them", lambda value: 0 < value < 1),
-    "floor": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
-    "fixed_period": ("a whole number >= 1, or null", lambda value: value >= 1),
+    "warmup": Rule("a whole number >= 0", lambda value: value >= 0, 10, whole=True),
+    "ratio": Rule("a number > 1", lambda value: 1 < value < math.inf, 3),
+    "baseline_steps": Rule("a whole number >= 1", lambda value: value >= 1, 50, whole=True),
+    "period_factor": Rule("a positive number", is_positive, 1.8),
+    "factor": Rule("a number between 0 and 1, without them", lambda value: 0 < value < 1, 0.5),
+    "floor": Rule("a number from 0 to 1", lambda value: 0 <= value <= 1, 0.1),
+    "fixed_period": Rule("a whole number >= 1, or null", lambda value: value >= 1, 100, whole=True, optional=True),
 }
 
 
@@ -65,12 +66,8 @@ class LengthTriggeredDecay:
         self.lengths: list[float] = []  # of the first batches
         self.baseline: float | None = None  # their mean, in tokens
         self.surge_step: int | None = None
-        for name, (rule, holds) in RULES.items():
-            value = getattr(self, name)
-            if value is not None and not holds(value):
-                raise ValueError(f"{name}={value} must be {rule}.")
-        if anchor not in ("start", "surge"):
-            raise ValueError(f"anchor={anchor} must be start or surge.")
+        refuse_out_of_range(vars(self), RULES)
+        refuse_unknown("anchor", anchor, ("start", "surge"))
 
     def observe(self, step: int, mean_length: float) -> None:
         """Takes the mean length of the responses of a batch, in own tokens, over all processes of the run.

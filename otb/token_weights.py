@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
+from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,6 +24,11 @@ MEASURES = {
     "entropy_reduction": "entropies",
     "divergence": "log_ratios",
     "arca": "residuals",
+}
+RULES = {
+    "power": Rule("above 0; larger ones sharpen the weights", is_positive, 1),
+    "eps": Rule("a number >= 0, which is added to the signal", lambda value: 0 <= value < math.inf, 1e-8),
+    "decay": Rule("in [0, 1]: the share of the earlier sums kept", lambda value: 0 <= value <= 1, 0.9),
 }
 OF_THE_BASE = frozenset({"log_ratios", "residuals"})  # measured against the same model with its adapter disabled
 # Starts of LoRA, or what their names begin with, that subtract the adapter's first product from the base.
@@ -61,15 +68,10 @@ class TokenWeights:
         normalise: Literal["trajectory", "running"] = "trajectory",
         decay: float = 0.9,
     ):
-        _refuse_unknown("signal", signal, tuple(MEASURES))
-        _refuse_unknown("states", states, ("post_norm", "pre_norm"))
-        _refuse_unknown("normalise", normalise, ("trajectory", "running"))
-        if not 0 < power < math.inf:
-            raise ValueError(f"power={power} must be above 0; larger ones sharpen the weights. Try power=1.")
-        if not 0 <= eps < math.inf:
-            raise ValueError(f"eps={eps} must be a number >= 0, which is added to the signal. Try eps=1e-8.")
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay={decay} must be in [0, 1]: the share of the earlier sums kept. Try decay=0.9.")
+        refuse_unknown("signal", signal, tuple(MEASURES))
+        refuse_unknown("states", states, ("post_norm", "pre_norm"))
+        refuse_unknown("normalise", normalise, ("trajectory", "running"))
+        refuse_out_of_range({"power": power, "eps": eps, "decay": decay}, RULES)
         if states != "post_norm" and signal != "arca":
             raise ValueError(
                 f"states={states} says which hidden states signal=arca compares, and signal={signal} reads none. Use "
@@ -191,8 +193,3 @@ def refuse_without_base(signal: str, lora: Any) -> None:
             f"token_weights={signal} compares hidden states position by position, and {type(lora).__name__} puts "
             "positions of its own before them. Use LoraConfig."
         )
-
-
-def _refuse_unknown(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value} is not one of {', '.join(choices)}. Try {name}={choices[0]}.")

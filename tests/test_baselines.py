@@ -163,7 +163,7 @@ def test_otb_with_no_energy_at_the_first_tokens_stays_in_the_range_of_the_reward
 
 
 def test_otb_refuses_an_unknown_tail():
-    with pytest.raises(ValueError, match="tail='last' is not one of zero, own, carry"):
+    with pytest.raises(ValueError, match="tail=last is not one of zero, own, carry"):
         otb(random_groups(), tail="last")
 
 

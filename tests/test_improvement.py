@@ -133,13 +133,14 @@ def test_an_improvement_step_undoes_part_of_a_harmful_update_and_lambda_says_how
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (dict(window=1), "window=1 must be a whole number >= 2: one reward has no standard deviation. Try window=8"),
+        (dict(window=2.5), "window=2.5 must be a whole number >= 2"),
+        (dict(window=1), "window=1 must be a whole number >= 2, as one reward has no deviation. Try window=8"),
         (dict(negative_scale=-0.1), "negative_scale=-0.1 must be a number from 0 to 1"),
         (dict(weight=0.0), "weight=0.0 must be a number other than 0"),
         (dict(eps=0.0), "eps=0.0 must be a positive number"),
         (dict(cap=-1.0), "cap=-1.0 must be a positive number, or null for none"),
-        (dict(mode="best"), "mode=best must be pipo, constant or shuffled"),
-        (dict(advantages="mean"), "advantages=mean must be native or scaled"),
+        (dict(mode="best"), "mode=best is not one of pipo, constant, shuffled"),
+        (dict(advantages="mean"), "advantages=mean is not one of native, scaled"),
     ],
 )
 def test_values_out_of_range_are_refused(options, says):
@@ -148,7 +149,7 @@ def test_values_out_of_range_are_refused(options, says):
 
 
 REFUSED = {  # overrides beside improvement=pipo -> what the message says
-    "improvement.window=1": ("improvement.window=1", "no standard deviation", "Try improvement.window=8"),
+    "improvement.window=1": ("improvement.window=1", "one reward has no deviation", "Try improvement.window=8"),
     "improvement.window=2.5": ("improvement.window=2.5", "must be a whole number"),
     "improvement.advantages=mean": ("improvement.advantages=mean", "not one of native, scaled"),
     "trainer.num_iterations=2": ("num_iterations=2", "several updates", "or improvement=none"),

@@ -169,8 +169,8 @@ def test_losses_are_aggregated_as_their_types_say():
     [
         (dict(mode="ocd"), ("mode=ocd", "Try mode=detach")),
         (dict(mode="ce", weight=0), ("weight=0", "Try weight=0.1")),
-        (dict(mode="occ", limit=-1), ("limit=-1", "Try limit=1.0")),
-        (dict(mode="occ", eps=0), ("eps=0", "Try eps=1e-8")),
+        (dict(mode="occ", limit=-1), ("limit=-1", "Try limit=1")),
+        (dict(mode="occ", eps=0), ("eps=0", "Try eps=1e-08")),
         (dict(mode="occ", warmup=1.5), ("warmup=1.5", "whole number")),
         (dict(mode="occ", ratio_to="base"), ("ratio_to=base", "Try ratio_to=main")),
         (dict(mode="occ", weights="shiped"), ("weights=shiped", "Try weights=fresh")),

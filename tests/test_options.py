@@ -1,11 +1,22 @@
 """The batches of a step: how its rollouts are divided over processes and forwards; options that are refused."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from otb.options import NEUTRAL_SAMPLING, SCORE_NORMS, Batches, batches, refuse_broken_groups, refuse_other_sampling
+from otb.baselines.grpo import grpo
+from otb.baselines.otb import otb
+from otb.options import (
+    NEUTRAL_SAMPLING,
+    SCORE_NORMS,
+    Batches,
+    batches,
+    refuse_broken_groups,
+    refuse_options,
+    refuse_other_sampling,
+)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +99,20 @@ def sampling(generation_kwargs=None, **options) -> SimpleNamespace:
 def test_what_changes_the_distribution_that_is_sampled_from_is_refused(args, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         refuse_other_sampling(args, SCORE_NORMS)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "said"),
+    [
+        (partial(otb, tail="cary"), "tail=cary is not one of zero, own, carry. Try tail=zero."),
+        (partial(otb, tails="own"), "tails=own is no argument of otb. It has: tail, eps."),
+        (partial(partial(otb, tails="own"), tail="own"), "tails=own is no argument of otb."),
+        (partial(grpo, epz=1e-6), "epz=1e-06 is no argument of grpo. It has: "),
+    ],
+)
+def test_arguments_that_a_baseline_does_not_take_are_refused_before_the_model_loads(baseline, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        refuse_options(SimpleNamespace(), baseline, needs_score_norms=True)
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,15 @@ def test_state_that_a_checkpoint_keeps_gives_the_same_tail(kept_at):
     [
         (dict(warmup=-1), "warmup=-1 must be a whole number >= 0"),
         (dict(ratio=1.0), "ratio=1.0 must be a number > 1"),
+        (dict(baseline_steps=2.5), "baseline_steps=2.5 must be a whole number >= 1. Try baseline_steps=50"),
+        (dict(factor=None), "factor=None must be a number between 0 and 1"),
+        (dict(ratio="3"), "ratio=3 must be a number > 1"),
         (dict(baseline_steps=0), "baseline_steps=0 must be a whole number >= 1"),
         (dict(period_factor=0.0), "period_factor=0.0 must be a positive number"),
         (dict(factor=1.0), "factor=1.0 must be a number between 0 and 1"),
         (dict(floor=1.5), "floor=1.5 must be a number from 0 to 1"),
         (dict(fixed_period=0), "fixed_period=0 must be a whole number >= 1, or null"),
-        (dict(anchor="end"), "anchor=end must be start or surge"),
+        (dict(anchor="end"), "anchor=end is not one of start, surge. Try anchor=start"),
     ],
 )
 def test_values_out_of_range_are_refused(options, says):

@@ -10,8 +10,9 @@ from omegaconf import DictConfig
 
 from experiments.checks.values import typed
 from experiments.command_line import near_miss
-from experiments.fields import literal_choices, plain_types
+from experiments.fields import plain_types
 from otb.errors import RunError
+from otb.values import literal_choices
 
 # type: what a value must be, and one to try
 PLAIN = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from otb.baselines import declare
 from otb.baselines.weighted_mean import mean_of_others, refuse_token_returns, sum_of_others
+from otb.values import refuse_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +32,7 @@ def otb_loo(rollouts: RolloutGroups, tail: Literal["carry", "zero"] = "carry") -
     done, whatever their reward.)
     Cost: that of `otb`. Choose it to see what is left of `otb` without self-inclusion, which damps every advantage.
     """
-    if tail not in ("carry", "zero"):
-        raise ValueError(f"tail={tail!r} is not one of carry, zero.")
+    refuse_unknown("tail", tail, ("carry", "zero"))
     plain = mean_of_others(rollouts)  # serves where the others weigh nothing at all
     if tail == "carry":
         refuse_token_returns(rollouts, "tail='carry'")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from otb.values import refuse_unknown
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -68,8 +70,7 @@ def weighted_sums(returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 def refuse_tail(rollouts: RolloutGroups, tail: str) -> None:
     """Raises ValueError for a tail that `otb` does not know, or that does not fit the returns."""
-    if tail not in ("zero", "own", "carry"):
-        raise ValueError(f"tail={tail!r} is not one of zero, own, carry.")
+    refuse_unknown("tail", tail, ("zero", "own", "carry"))
     if tail == "carry":
         refuse_token_returns(rollouts, "tail='carry'")
 

@@ -1,0 +1,82 @@
+"""Refuses options of a class that are out of range, before anything loads: the value, the rule and one to try.
+
+Imports no torch: the command line checks a configuration with it before the first heavy import.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    """What a number must be.
+
+    Attributes:
+        words: in words, for the message.
+        holds: tells whether a number is.
+        tried: a number that is.
+        whole: whether it must be a whole number.
+        optional: whether None is right, too.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    tried: float
+    whole: bool = False
+    optional: bool = False
+
+
+def refuse_out_of_range(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Raises ValueError for the first value that breaks its rule. values: of each name in `rules`, and of others."""
+    for name, rule in rules.items():
+        value = values[name]
+        if value is None and rule.optional:
+            continue
+        is_number = isinstance(value, Integral if rule.whole else Real) and not isinstance(value, bool)
+        if not is_number or not rule.holds(value):
+            raise ValueError(f"{name}={value} must be {rule.words}. Try {name}={rule.tried:g}.")
+
+
+def refuse_unknown(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises ValueError for a value that is not among the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value} is not one of {', '.join(choices)}. Try {name}={choices[0]}.")
+
+
+def refuse_arguments(function: Callable) -> None:
+    """Raises ValueError for arguments of a functools.partial that its function does not take.
+
+    By its signature alone, so that a misspelt one does not wait for the first batch. Anything else passes.
+    """
+    while isinstance(function, partial):
+        taken = inspect.signature(function.func).parameters
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        for name, value in function.keywords.items():
+            if name in taken:
+                if choices := literal_choices(function.func, name):
+                    refuse_unknown(name, value, choices)
+            elif not open_ended:
+                own = ", ".join(list(taken)[1:]) or "none"
+                raise ValueError(f"{name}={value} is no argument of {function.func.__name__}. It has: {own}.")
+        function = function.func
+
+
+def literal_choices(function: Callable, argument: str) -> tuple[str, ...]:
+    """Returns the values of an argument annotated as typing.Literal; () for any other annotation."""
+    annotation = inspect.signature(function).parameters[argument].annotation
+    if isinstance(annotation, str):  # from __future__ import annotations
+        if not annotation.startswith("Literal["):
+            return ()
+        annotation = eval(annotation, {"Literal": typing.Literal})  # an annotation of the imported module
+    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+
+
+def is_positive(value: float) -> bool:
+    """Tells whether a number is above 0 and finite."""
+    return 0 < value < math.inf
