@@ -15,6 +15,8 @@ from torch import Tensor
 
 from otb.exact_norms import in_chunks, own_log_probs, scores, squared_norms, trainable
 
+TOKENS = 16  # of a rollout, whose scores are computed together
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -126,12 +128,13 @@ def forward(model, rollout: Rollout, temperature: float) -> dict[str, Tensor]:
 def score_vectors(model, rollout: Rollout, temperature: float, parameters, sketch: Sketch) -> dict[str, Tensor]:
     """Returns exact norms of the tokens' and the prefixes' scores, and the tokens' sketches."""
     ids, own = rollout.ids.to(model.device), rollout.own.to(model.device)
-    log_probs = own_log_probs(model, ids, torch.ones_like(ids), own, temperature)
-    each = torch.eye(len(log_probs), device=ids.device)
     sketches, token_norms, prefix_norms = [], [], []
     before = [torch.zeros_like(parameter).unsqueeze(0) for parameter in parameters]  # the score of what came before
-    for chunk in in_chunks(each, parameters):
-        vectors = scores(log_probs, parameters, chunk)
+    for places in (part for many in in_chunks(own.nonzero().squeeze(-1), parameters) for part in many.split(TOKENS)):
+        so_far = ids[: int(places[-1]) + 1]  # what follows has no part in the scores, and backward would go through it
+        chosen = torch.zeros_like(so_far, dtype=torch.bool).index_fill(0, places, True)
+        log_probs = own_log_probs(model, so_far, torch.ones_like(so_far), chosen, temperature)
+        vectors = scores(log_probs, parameters, torch.eye(len(places), device=ids.device))
         sketches.append(sketch(vectors))
         prefixes = [(earlier + vector.cumsum(0)) for earlier, vector in zip(before, vectors, strict=True)]
         before = [prefix[-1:].clone() for prefix in prefixes]
