@@ -38,7 +38,7 @@ def draw(table: pd.DataFrame, task: str):
     right.plot(explained.share, explained.explained, color="#000000")
     right.fill_between(explained.share, explained.low, explained.high, color="#000000", alpha=0.15, lw=0)
     right.axhline(0, color="0.6", lw=0.8, zorder=0)
-    right.set(xlabel="share of the rollout", ylabel="explained variance of R", ylim=(-1.05, 1.05))
+    right.set(xlabel="share of the rollout", ylabel="explained variance of R", ylim=(-0.55, 1.05))
     counts = table.drop_duplicates(["prompt", "rollout"])
     left.set_title(
         f"{task}: one rollout of each of {shown.prompt.nunique()} prompts, {DRAWN} at most", loc="left", fontsize=7
