@@ -151,13 +151,24 @@ def step_finished(directory: RunDirectory, cfg: DictConfig) -> int:
     status, reached = directory.status(), max(directory.checkpoint_steps(), default=0)
     if reached >= cfg.steps and (status.get("state") == "finished" or reached > cfg.steps):
         return reached
-    if cfg.steps > old["steps"] and not old["trainer"]["lr_scheduler_type"].startswith("constant"):
+    if cfg.steps > old["steps"] and not continues(old["trainer"]):
         raise RunError(
             f"steps={cfg.steps} would continue a run of steps={old['steps']}, whose learning rate follows "
-            f"{old['trainer']['lr_scheduler_type']} to its end. Use overwrite=true, or the constant schedule."
+            f"{old['trainer']['lr_scheduler_type']} to its end. Use overwrite=true, or the constant schedule (with a "
+            "warm-up in whole steps)."
         )
     refuse_other_processes(directory, cfg, int(os.environ.get("WORLD_SIZE", 1)))
     return 0
+
+
+def continues(trainer: dict) -> bool:
+    """Tells whether more steps leave the learning rates of a run's first steps as they were.
+
+    trainer: the group of its configuration. A warm-up below 1 is a share of all steps (transformers.TrainingArguments).
+    """
+    warm_up = trainer.get("warmup_steps") or 0
+    kind = trainer["lr_scheduler_type"]
+    return kind == "constant" or (kind == "constant_with_warmup" and (warm_up == 0 or warm_up >= 1))
 
 
 def refuse_other_processes(directory: RunDirectory, cfg: DictConfig, processes: int) -> None:

@@ -31,10 +31,11 @@ from experiments.run_lock import RunLock
 from experiments.warning_signal import Interrupted, received
 from otb.baselines import Baseline
 from otb.errors import RunError, unwritable
+from otb.improving_trainer import STATE as IMPROVEMENT_STATE
 from otb.metric_names import METRICS
 from otb.records import RunDirectory, read_rows, sample_step
 from otb.rollouts import RolloutGroups
-from otb.trainer import GRPOTrainer
+from otb.trainer import BASELINE_STATE, TOKEN_WEIGHTS_STATE, GRPOTrainer
 
 TRL_NAMES = {  # TRL's names of what it measures -> ours
     "loss": "loss",
@@ -54,17 +55,17 @@ TRL_NAMES = {  # TRL's names of what it measures -> ours
     "sampling/importance_sampling_ratio/mean": "importance_ratio_mean",
     "sampling/importance_sampling_ratio/max": "importance_ratio_max",
 }
-RESUME_FILES = (  # of a checkpoint, what only a resumed run reads
-    "baseline.pt",
+RESUME_FILES = (  # of a checkpoint, what only a resumed run reads; an auxiliary head's weights belong to the policy
+    BASELINE_STATE,
+    TOKEN_WEIGHTS_STATE,
+    IMPROVEMENT_STATE.format("*"),
     "global_step*",  # DeepSpeed: weights and optimizer state in parts
-    "improvement_*",
     "latest",
     "optimizer*",  # a folder of parts under FSDP2
     "pytorch_model_fsdp*",
     "rng_state*",
     "scaler*",
     "scheduler*",
-    "token_weights.pt",
     "zero_to_*.py",
 )
 

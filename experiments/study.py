@@ -175,7 +175,13 @@ def command_line(arguments: list[str]) -> None:
     with exit_codes(after_stop="goes on with what has no row yet"):
         if options.quick and (options.recipes or options.seeds):
             raise RunError("--quick chooses recipes and seeds itself. Leave it out, or leave out the others.")
+        if options.seeds is not None and options.seeds < 1:
+            raise RunError(f"--seeds {options.seeds} must be at least 1. Leave it out for all seeds.")
+        if options.collect is not None and not options.collect.is_dir():
+            raise RunError(f"--collect {options.collect} is no folder. Give the one that the runs are in.")
         for recipe in options.recipes:
+            if options.collect is not None and recipe in (*MEASURED, MEASURED_REAL):
+                raise RunError(f"--collect has no rows of {recipe}: they are measured, not collected from runs.")
             if recipe not in RECIPES:
                 raise RunError(f"{recipe} is no recipe of the study. Known: {', '.join(RECIPES)}.")
         asked = QUICK if options.quick else dict.fromkeys(options.recipes or RECIPES, options.seeds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -116,14 +117,20 @@ def trainer_advantages(case: Case, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the largest errors of every case. Returns the exit status, 1 where a case disagrees."""
+    """Prints the largest errors of every case.
+
+    Returns the exit status: 1 where a case disagrees, 2 where the file holds no reference vectors.
+    """
     parser = argparse.ArgumentParser(prog="python -m otb.conformance", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("file", help="an .npz file of reference vectors")
     path = parser.parse_args(argv).file
-    print(
-        f"{'case':<22}{'formula, float64':>18}{'trainer, float32':>18}   largest error; the trainer's over the spread"
-    )
-    cases = list(load_cases(path))
+    try:
+        cases = list(load_cases(path))
+    except (OSError, ValueError, KeyError) as error:
+        print(f"error: {path} is no file of reference vectors: {error}. See docs/conformance.md.", file=sys.stderr)
+        return 2
+    columns = f"{'case':<22}{'formula, float64':>18}{'trainer, float32':>18}"
+    print(f"{columns}   largest error; the trainer's over the spread")
     agrees = bool(cases)  # a file without cases shows nothing
     for case in cases:
         formula = float((literal_advantages(case) - case.advantages).abs().max())

@@ -12,6 +12,7 @@ from analysis.evaluations import measures, read_run_samples
 from experiments import data
 from experiments.evaluating_trainer import EvaluatingTrainer, Samples
 from experiments.held_out import HeldOut
+from experiments.run_trainer import RunTrainer
 from otb.errors import RunError
 from otb.records import RunDirectory
 from tests.support import commands
@@ -139,6 +140,19 @@ def test_samples_with_tools_count_both_kinds_of_tokens():
     assert table.tool_tokens.tolist() == [2, 2, 2, 2] and table.ending.tolist() == ["end", "length", "turns", "end"]
     assert table.reward.isna().tolist() == [False, False, True, False]
     assert "tool_tokens" not in samples.table("maths", with_tools=False)
+
+
+def test_prompts_without_a_scored_sample_count_neither_as_right_nor_as_wrong():
+    nan = torch.nan
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=3), _totals={"own_tokens_total": 0})
+    column = torch.ones(3, 2)
+    for rewards, right, solved, unscored in (
+        ([[1.0, 0.0], [nan, nan], [0.0, nan]], 1 / 3, 1 / 2, 1 / 2),
+        ([[nan, nan]] * 3, None, None, 1.0),
+    ):
+        row = RunTrainer._evaluation_row(trainer, Samples(torch.tensor(rewards), column, column, column), 0.0)
+        found = [row.get(name) for name in ("accuracy", "pass_at_k", "unscored")]
+        assert found == pytest.approx([right, solved, unscored])
 
 
 # ---- rows are checked by the first process

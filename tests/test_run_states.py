@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from experiments.run import may_note
+from experiments.run import continues, may_note
 from experiments.run_lock import RunLock
 from otb.metric_names import METRICS
 from otb.records import RunDirectory
@@ -74,6 +74,20 @@ def test_more_steps_are_refused_where_the_schedule_ended(policy, tmp_path, log):
     code, printed = commands.run(arguments(tmp_path, steps=4, **given), log)
     assert code == REFUSED
     assert "steps=4 would continue a run of steps=2, whose learning rate follows linear to its end." in printed
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        ({"lr_scheduler_type": "constant"}, True),
+        ({"lr_scheduler_type": "cosine"}, False),
+        ({"lr_scheduler_type": "constant_with_warmup"}, True),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, True),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}, False),  # a share of all steps
+    ],
+)
+def test_more_steps_are_taken_where_they_leave_the_first_learning_rates_alone(trainer, expected):
+    assert continues(trainer) is expected
 
 
 def test_overwrite_moves_the_old_run_aside_and_starts_anew(policy, copied, log):

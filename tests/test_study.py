@@ -566,6 +566,22 @@ def test_the_quick_form_speaks_every_verdict_that_runs_speak(capsys):
     assert end.value.code == 2 and "--quick chooses" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["claim_c2", "--seeds", "-1"], "--seeds -1 must be at least 1"),
+        (["--quick", "--seeds", "0"], "--seeds 0 must be at least 1"),
+        (["claim_c2", "--collect", "/nowhere"], "--collect /nowhere is no folder"),
+        (["claim_c1", "--collect", "."], "--collect has no rows of claim_c1"),
+        (["claim_c9"], "claim_c9 is no recipe of the study"),
+    ],
+)
+def test_what_the_command_cannot_do_as_typed_is_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        study.command_line(arguments)
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_every_recipe_of_the_study_is_one_that_the_command_knows():
     files = (path.stem for path in (CONF / "experiment").glob("*.yaml"))
     assert sorted(name for name in files if name.startswith(("claim_", "neighbours_"))) == sorted(

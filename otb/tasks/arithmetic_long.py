@@ -4,7 +4,7 @@
 and slips now and then; some slips he notices at once (`no c5=9, `). After the first pass he usually checks the total
 from the last term backwards, and while two totals in a row differ he redoes the sum, until he has had enough. So a
 mistake can be made, noticed and repaired at every stage: the chance to end right moves along the response, which is the
-longer the more often it was redone. A policy warm-started on that is right about half the time.
+longer the more often it was redone. A policy warm-started on that is right two times in five.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Terms = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class ArithmeticLong(Arithmetic):
-    """A task of sums of 10 to 16 digits, whose solutions take 50 to 450 own tokens.
+    """A task of sums of 10 to 16 digits, whose responses mostly take 70 to 340 own tokens.
 
     Everything as in `Arithmetic`.
     """
