@@ -1,4 +1,4 @@
-"""Options of a multi-token-prediction head that is trained beside the policy, and what they cannot work with.
+"""Holds the options of a multi-token-prediction head beside the policy, and refuses what they cannot work with.
 
 The head predicts the token after the next one (otb/mtp.py). What its loss does to the policy is the mode; with `occ` it
 is weighted by how well the two move together (arXiv 2605.28184). OTBTrainer takes the options as `auxiliary`,

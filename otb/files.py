@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever happens while they are written. It imports no torch."""
+"""Writes files that are whole or absent, whatever happens meanwhile. It imports no torch."""
 
 from __future__ import annotations
 

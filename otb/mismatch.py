@@ -1,4 +1,4 @@
-"""How far the policy that trains is from the sampler: statistics of r = log pi_trained - log pi_sampled.
+"""Measures how far the policy that trains is from the sampler: statistics of r = log pi_trained - log pi_sampled.
 
 Sampler and trainer hold the same weights, but compute in other kernels or another precision. The definitions are those
 of `rollout_corr_helper.py` of verl. OTBTrainer calls it wherever the sampler's log-probs are known.

@@ -1,4 +1,4 @@
-"""A multi-token-prediction head, and the mathematics of its loss: log-probs of the token after the next, and lambda.
+"""Predicts the token after the next one with a head of its own, and computes what the head's loss is made of.
 
 The head is DeepSeek-V3's (arXiv 2412.19437, section 2.2): with h_t the last hidden state of the policy, which has seen
 tokens up to y_t,

@@ -1,4 +1,4 @@
-"""A sampler whose numbers differ from the trainer's, without vLLM: a copy of the policy in another precision.
+"""Samples with a copy of the policy in another precision: numbers that differ from the trainer's, without vLLM.
 
 A float32 policy on transformers' generate has no mismatch between sampler and trainer, so nothing that treats one can
 be tried on a CPU. `OTBConfig(sampler_dtype="bfloat16")` puts a `SamplerCopy` in the place of TRL's `VLLMGeneration`: it

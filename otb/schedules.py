@@ -1,4 +1,4 @@
-"""Learning-rate schedules that follow the run: length-triggered decay (arXiv 2602.01826).
+"""Lowers the learning rate when responses grow long: length-triggered decay (arXiv 2602.01826).
 
 `OTBTrainer(lr_schedule=...)` hands one to torch's LambdaLR, which keeps the state of a callable object in its own, so
 that it is in every checkpoint. `schedule=` of a run builds it (conf/schedule). Imports no torch.

@@ -1,4 +1,4 @@
-"""Weighted means of the returns of a group, which the baselines that weigh rollouts by their energy share.
+"""Computes weighted means of a group's returns; the baselines that weigh rollouts by energy call it.
 
 `weighted_mean` counts a rollout in its own baseline, `mean_of_others` leaves it out.
 """

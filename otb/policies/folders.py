@@ -1,4 +1,4 @@
-"""Folders of weights: how those that are made here are written, and what the one of an adapter names as its base.
+"""Writes folders of weights, and reads from that of an adapter what its base is.
 
 Those that are made here are ordinary folders of transformers, with a record of what they were made from. Imports no
 torch.

@@ -1,4 +1,4 @@
-"""GGUF files, the quantised form of llama.cpp: turned once into an ordinary folder of transformers, in float32.
+"""Turns a GGUF file, the quantised form of llama.cpp, into an ordinary folder of transformers, once, in float32.
 
 `describe_policy` and `policy_folder` (models.py) call it for `model.gguf_file`; whatever comes after them, vLLM and
 checkpoints too, sees the folder alone.

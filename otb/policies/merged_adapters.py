@@ -1,4 +1,4 @@
-"""Adapters of LoRA, such as checkpoints of a run with `model.lora`: merged once into the weights of their base.
+"""Merges adapters of LoRA, such as checkpoints of a run with `model.lora`, once into the weights of their base.
 
 `describe_policy` and `policy_folder` (models.py) call it for a folder that holds an adapter; whatever comes after them,
 vLLM and checkpoints too, sees an ordinary folder of transformers, in float32.

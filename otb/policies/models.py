@@ -1,4 +1,4 @@
-"""Policies by name: `tiny` (built here and warm-started), a hub id, or a local folder, all by one loader.
+"""Loads policies by name: `tiny` (built here and warm-started), a hub id, or a local folder, all by one loader.
 
 Called by experiments/train.py in this order: `describe_policy` (tokenizer and configuration: small files), the checks
 of prompts and LoRA targets against them, `policy_folder` (the warm start), `load_model` (the weights).

@@ -1,4 +1,4 @@
-"""Supervised training on solved problems, by TRL's SFTTrainer: a warm start for policies that solve nothing yet.
+"""Trains on solved problems by TRL's SFTTrainer: a warm start for policies that solve nothing yet.
 
 experiments/warm_start.py calls it. The tiny policy has a loop of its own (warm_start.py), whose weights every number of
 this project depends on.

@@ -1,4 +1,4 @@
-"""Chat templates: which one a policy uses, and the token with which it ends a turn.
+"""Chooses the chat template of a policy, and the token with which it ends a turn.
 
 A base model's end token is often not the one with which its chat template ends a turn (Qwen2.5-7B: `<|endoftext|>` and
 `<|im_end|>`). Whoever samples until the end token alone never stops at the end of a turn: the policy goes on to invent

@@ -1,4 +1,4 @@
-"""The tiny policy: a Qwen3 of 0.35 M parameters, its tokenizer and its chat template, built in code without a download.
+"""Builds the tiny policy in code, without a download: a Qwen3 of 0.35 M parameters, its tokenizer and chat template.
 
 Called by warm_start.py, which trains it and saves it in the ordinary transformers format: the saved folder loads
 with AutoModelForCausalLM and AutoTokenizer like any model of the hub.
