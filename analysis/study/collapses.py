@@ -55,8 +55,8 @@ def cells_section(table: pd.DataFrame) -> str:
     return markdown_table(pd.DataFrame(shown).fillna(""))
 
 
-def room_section(table: pd.DataFrame) -> list[str]:
-    """Returns lines of a page: how many times its best rate it takes until half of an arm's runs collapse.
+def room(table: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row per setting: how many times its best rate it takes until half of an arm's runs collapse.
 
     table: of `cells`. Settings of fewer than `FEWEST_RATES` rates are left out.
     """
@@ -76,7 +76,13 @@ def room_section(table: pd.DataFrame) -> list[str]:
             row[f"{name}: half collapse at"] = f"{above}{breaking:g}"
             row[f"{name}: room"] = f"{above}{breaking / best:.2g}"
         shown.append(row)
-    return [ROOM_TEXT, "", markdown_table(pd.DataFrame(shown))] if shown else []
+    return pd.DataFrame(shown)
+
+
+def room_section(table: pd.DataFrame) -> list[str]:
+    """Returns the lines of a page with the table of `room`, none where it has no rows. table: of `cells`."""
+    rows = room(table)
+    return [] if rows.empty else [ROOM_TEXT, "", markdown_table(rows)]
 
 
 def survival(rows: pd.DataFrame):
