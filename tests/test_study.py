@@ -437,7 +437,7 @@ def test_c2_beside_its_grid_speaks_no_verdict_of_its_own():
     assert (found.verdict, found.why) == ("", f"by the same rule: {SUPPORTED}")
     made.append(made_up("otb", seed=0, rate=2e-3) | {"varied": ""})
     found = verdicts.collapses_beside(pd.DataFrame(made), "rates between")
-    assert found.why == f"by the same rule: {SUPPORTED}; 1 settings left out for want of seeds"
+    assert found.why == f"by the same rule: {SUPPORTED}; settings left out for want of seeds: 1"
 
 
 def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():

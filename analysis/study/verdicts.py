@@ -350,7 +350,7 @@ def collapses_beside(rows: pd.DataFrame, words: str) -> Comparison:
     """
     found, left_out = collapses(rows)[0], rows.groupby(SETTING).ngroups - judged_settings(rows)[1]
     why = f"by the same rule: {found.verdict}"
-    why += f"; {left_out} settings left out for want of seeds" if left_out else ""
+    why += f"; settings left out for want of seeds: {left_out}" if left_out else ""
     return found._replace(what=f"{words}: {found.what}", verdict="", why=why)
 
 
