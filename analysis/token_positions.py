@@ -17,8 +17,8 @@ SHOWN = 6  # rollouts of a group with their text; more do not fit under one pict
 def group_numbers(group: pd.DataFrame) -> pd.DataFrame:
     """Returns a row per own token: rollout, position, token, realized_energy, baseline, advantage, reward.
 
-    The baseline is as the trainer kept it: what is left of the reward without the advantage is something else where
-    advantages were divided by a spread or weighed. It is NaN in samples of runs that did not keep it yet.
+    The baseline is the one that the trainer kept: reward minus advantage would be wrong where advantages were scaled or
+    weighted. It is NaN where an older run did not keep it.
     """
     rows = []
     for _, rollout in group.iterrows():
@@ -53,7 +53,8 @@ def token_positions(group: pd.DataFrame):
         for place, (name, rows) in enumerate(numbers.groupby("rollout", sort=False)):
             tint, style = LINES[place % len(LINES)], "-" if rows.reward.iloc[0] > 0 else "--"
             axes.plot(rows.position, rows[column], color=tint, ls=style, lw=1, alpha=0.85, label=f"rollout {name}")
-        axes.set(xlabel="own token", title=column.replace("_", " "))
+        unknown = numbers[column].isna().all()
+        axes.set(xlabel="own token", title=column.replace("_", " ") + (" (not kept)" if unknown else ""))
     if len(names) <= 2 * SHOWN:
         curves[0].legend(fontsize=5.5)
     limit = largest([numbers.advantage])

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     path = parser.parse_args(argv).file
     try:
         cases = list(load_cases(path))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
         print(f"error: {path} is no file of reference vectors: {error}. See docs/conformance.md.", file=sys.stderr)
         return 2
     columns = f"{'case':<22}{'formula, float64':>18}{'trainer, float32':>18}"

@@ -7,8 +7,6 @@ models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -50,7 +48,7 @@ def prefix_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temper
         rho = torch.ones_like(log_probs) if weights is None else weights[row][own[row]].to(log_probs)
         prefixes = rho.expand(length, length).tril()  # row t: the weights of the tokens up to t
         done = 0
-        for chunk in in_chunks(prefixes, parameters):
+        for chunk in prefixes.split(rows_at_once(parameters)) if length else ():
             norms[row, done : done + len(chunk)] = squared_norms(scores(log_probs, parameters, chunk))
             done += len(chunk)
     return kept_after_end(norms, own_tokens)
@@ -104,10 +102,9 @@ def own_log_probs(model, ids: Tensor, attention_mask: Tensor, own: Tensor, tempe
         return (logits / temperature).log_softmax(-1).gather(-1, ids[own].unsqueeze(-1)).squeeze(-1)
 
 
-def in_chunks(weights: Tensor, parameters: list[Tensor]) -> Iterator[Tensor]:
-    """Yields the rows of `weights` in blocks whose scores take at most NUMBERS_AT_ONCE numbers."""
-    numbers = sum(parameter.numel() for parameter in parameters)
-    yield from weights.split(max(1, NUMBERS_AT_ONCE // numbers)) if len(weights) else ()
+def rows_at_once(parameters: list[Tensor]) -> int:
+    """Returns how many scores are held together: as many as take at most NUMBERS_AT_ONCE numbers, and one at least."""
+    return max(1, NUMBERS_AT_ONCE // sum(parameter.numel() for parameter in parameters))
 
 
 def trainable(model) -> list[Tensor]:

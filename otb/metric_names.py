@@ -237,7 +237,7 @@ METRICS = {
 EVALUATION_METRICS = {
     "step": Metric("1", "optimizer steps done before this evaluation"),
     "accuracy": Metric("share", "avg@k: held-out samples with reward 1, k samples per prompt"),
-    "pass_at_k": Metric("share", "held-out prompts with at least one sample of reward 1, of those with one scored"),
+    "pass_at_k": Metric("share", "of the held-out prompts with a scored sample, those with at least one of reward 1"),
     "samples": Metric("1", "k, samples per prompt"),
     "prompts": Metric("1", "held-out prompts"),
     "response_length_mean": Metric("tokens", "own tokens per sample, mean"),

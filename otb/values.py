@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """What a number must be.
+    """Says what a number must be.
 
     Attributes:
-        words: in words, for the message.
-        holds: tells whether a number is.
-        tried: a number that is.
+        words: the rule in words, for the message.
+        obeyed: tells whether a number obeys it.
+        example: a number that does, to be tried.
         whole: whether it must be a whole number.
-        optional: whether None is right, too.
+        optional: whether None is allowed too.
     """
 
     words: str
-    holds: Callable[[Any], bool]
-    tried: float
+    obeyed: Callable[[Any], bool]
+    example: float
     whole: bool = False
     optional: bool = False
 
@@ -39,41 +39,47 @@ def refuse_out_of_range(values: Mapping[str, Any], rules: Mapping[str, Rule]) ->
         if value is None and rule.optional:
             continue
         is_number = isinstance(value, Integral if rule.whole else Real) and not isinstance(value, bool)
-        if not is_number or not rule.holds(value):
-            raise ValueError(f"{name}={value} must be {rule.words}. Try {name}={rule.tried:g}.")
+        if not is_number or not rule.obeyed(value):
+            raise ValueError(f"{name}={value} must be {rule.words}. Try {name}={rule.example:g}.")
 
 
 def refuse_unknown(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raises ValueError for a value that is not among the choices."""
     if value not in choices:
-        raise ValueError(f"{name}={value} is not one of {', '.join(choices)}. Try {name}={choices[0]}.")
+        raise ValueError(f"{name}={value} is not one of {', '.join(map(str, choices))}. Try {name}={choices[0]}.")
 
 
 def refuse_arguments(function: Callable) -> None:
-    """Raises ValueError for arguments of a functools.partial that its function does not take.
+    """Raises ValueError for named arguments of a functools.partial that its function does not take.
 
-    By its signature alone, so that a misspelt one does not wait for the first batch. Anything else passes.
+    By its signature alone, so that a misspelt one does not wait for the first batch. What has no signature that can be
+    read, as a builtin, passes.
     """
-    while isinstance(function, partial):
+    if not isinstance(function, partial):
+        return
+    try:
         taken = inspect.signature(function.func).parameters
-        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-        for name, value in function.keywords.items():
-            if name in taken:
-                if choices := literal_choices(function.func, name):
-                    refuse_unknown(name, value, choices)
-            elif not open_ended:
-                own = ", ".join(list(taken)[1:]) or "none"
-                raise ValueError(f"{name}={value} is no argument of {function.func.__name__}. It has: {own}.")
-        function = function.func
+    except (TypeError, ValueError):
+        return
+    name = getattr(function.func, "__name__", type(function.func).__name__)
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    for argument, value in function.keywords.items():
+        if argument in taken:
+            if choices := literal_choices(function.func, argument):
+                refuse_unknown(argument, value, choices)
+        elif not open_ended:
+            own = ", ".join(list(taken)[1:]) or "none"
+            raise ValueError(f"{argument}={value} is no argument of {name}. It has: {own}.")
 
 
-def literal_choices(function: Callable, argument: str) -> tuple[str, ...]:
+def literal_choices(function: Callable, argument: str) -> tuple[Any, ...]:
     """Returns the values of an argument annotated as typing.Literal; () for any other annotation."""
     annotation = inspect.signature(function).parameters[argument].annotation
     if isinstance(annotation, str):  # from __future__ import annotations
-        if not annotation.startswith("Literal["):
+        try:
+            annotation = eval(annotation, {"Literal": typing.Literal}) if annotation.startswith("Literal[") else None
+        except Exception:  # the annotation has names of its module, or is no Literal alone
             return ()
-        annotation = eval(annotation, {"Literal": typing.Literal})  # an annotation of the imported module
     return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
 
 

@@ -255,6 +255,9 @@ def test_token_positions_draw_the_group_with_its_text(tmp_path):
     axes = token_positions(read_group(run))
     assert [len(ax.lines) for ax in axes[:3]] == [2, 2, 2]
     assert [text.get_text() for text in axes[3].texts] == ["7", "+", "8"]
+    assert axes[1].get_title() == "baseline"
+    older = read_group(run).drop(columns="baselines")
+    assert token_positions(older)[1].get_title() == "baseline (not kept)"
 
 
 def test_energy_against_reward_by_hand():

@@ -40,7 +40,12 @@ def test_conformance_exits_1_where_a_case_disagrees(tmp_path, capsys):
 def test_conformance_exits_2_where_there_is_nothing_to_compare(tmp_path, capsys):
     np.savez(tmp_path / "other.npz", a=np.zeros(2))
     (tmp_path / "text.npz").write_text("no numbers")
-    said = {"other": "no key 'meta'", "text": "is no file of reference vectors", "none": "No such file"}
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "other.npz").read_bytes()[:60])
+    (tmp_path / "empty.npz").touch()
+    with open(tmp_path / "array.npz", "wb") as file:
+        np.save(file, np.zeros(2))
+    said = {"other": "no key 'meta'", "none": "No such file"}
+    said |= dict.fromkeys(("text", "cut", "empty", "array"), "is no file of reference vectors")
     for name, text in said.items():
         assert conformance.main([str(tmp_path / f"{name}.npz")]) == 2
         assert text in capsys.readouterr().err

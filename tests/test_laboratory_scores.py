@@ -48,9 +48,10 @@ def naive(model, rollout):
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["all parameters", "lora"])
-@pytest.mark.parametrize("at_once", [10**9, 1], ids=["one block", "token by token"])
+@pytest.mark.parametrize("at_once", [(10**9, 16), (10**9, 2), (1, 16)], ids=["one block", "two", "token by token"])
 def test_scores_are_those_of_autograd_token_by_token_and_blocks_change_nothing(model, wrap, at_once, monkeypatch):
-    monkeypatch.setattr(exact_norms, "NUMBERS_AT_ONCE", at_once)
+    monkeypatch.setattr(exact_norms, "NUMBERS_AT_ONCE", at_once[0])
+    monkeypatch.setattr("otb.laboratory.scores.TOKENS_TOGETHER", at_once[1])
     model = wrap(model)
     sketch = Sketch(trainable(model), SIZE)
     found = measure(model, ROLLOUTS, TEMPERATURE, sketch)

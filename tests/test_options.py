@@ -17,6 +17,7 @@ from otb.options import (
     refuse_options,
     refuse_other_sampling,
 )
+from otb.values import refuse_arguments
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,25 @@ def test_what_changes_the_distribution_that_is_sampled_from_is_refused(args, sai
 def test_arguments_that_a_baseline_does_not_take_are_refused_before_the_model_loads(baseline, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         refuse_options(SimpleNamespace(), baseline, needs_score_norms=True)
+
+
+class Scaled:
+    """A baseline that is an object."""
+
+    def __call__(self, rollouts, by="reward"):
+        return rollouts
+
+
+Scaled.__call__.__annotations__["by"] = "Literal['reward'] | NameOfItsModule"
+
+
+@pytest.mark.parametrize(
+    "baseline", [otb, Scaled(), partial(Scaled(), by="reward"), partial(max, key=None), partial(partial(otb), eps=1e-6)]
+)
+def test_whatever_may_be_called_like_a_baseline_is_taken(baseline):
+    refuse_arguments(baseline)
+    with pytest.raises(ValueError, match="bye=1 is no argument of Scaled. It has: by."):
+        refuse_arguments(partial(Scaled(), bye=1))
 
 
 @pytest.mark.parametrize(

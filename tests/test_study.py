@@ -460,13 +460,18 @@ def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():
 
 
 def test_a_smaller_gradient_moves_the_best_rate_and_the_breaking_one_alike():
-    """OTB is RLOO at half its rate, and was not run where it would break."""
+    """OTB is RLOO at half its rate, and was not run where it would break; of GRPO the lowest rate is the best."""
     of_rate = {1: (0.7, 0), 2: (0.9, 1), 4: (0.8, 4), 8: (0.1, 10)}  # final accuracy, collapsed runs of ten
     made = [("rloo", rate, *end) for rate, end in of_rate.items()]
     made += [("otb", 2 * rate, *end) for rate, end in of_rate.items() if rate < 8]
+    made += [("grpo", rate, 1 / rate, collapsed) for rate, (_, collapsed) in of_rate.items()]
     table = pd.DataFrame(made, columns=["baseline", "learning_rate", "final", "collapsed"])
-    *_, row = collapses.room_section(table.assign(varied="sgd", runs=10))[-1].splitlines()
-    assert row == "| `sgd` | 2 | 8 | 4 | 4 | more than 8 | more than 2 |"
+    (row,) = collapses.room(table.assign(varied="sgd", runs=10)).to_dict("records")
+    columns = ("ends highest at", "half collapse at", "room")
+    assert [row[f"RLOO: {column}"] for column in columns] == ["2", "8", "2 to 4"]
+    assert [row[f"OTB: {column}"] for column in columns] == ["4", "none", "at least 2"]
+    assert row["GRPO: room"] == "at least 4 to 8"
+    assert collapses.room(table.assign(varied="sgd", runs=9)).empty  # too few seeds
 
 
 def test_rollouts_of_a_step_are_divided_in_two_ways():

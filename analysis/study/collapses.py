@@ -13,13 +13,14 @@ from analysis.intervals import Interval, bootstrap, iqm
 from analysis.report.markdown import markdown_table
 from analysis.stability import stability_table, survivors
 from analysis.study.rows import steps_table
-from analysis.study.verdicts import SETTING
+from analysis.study.verdicts import SEEDS, SETTING
 from analysis.style import PAGE, figure, figure_of, keep_numbers, legend_below, seeds_text
 
 FEWEST_RATES = 3  # of a setting, below which nothing is said of where its runs end highest and where they break
 ROOM_TEXT = (
     "Room above the best rate: how many times the rate at which an arm ends highest it takes until half of its runs "
-    "collapse, by the rates that were run. A smaller gradient is the same as a lower rate, and moves both alike."
+    "collapse, between the last rate at which fewer do and the next that was run; at least so many where no lower rate "
+    "than the best was run. A gradient smaller by a factor is the same as a lower rate, and leaves the room as it is."
 )
 APART = 0.01  # of the share: what lines of arms are shifted by
 
@@ -58,24 +59,26 @@ def cells_section(table: pd.DataFrame) -> str:
 def room(table: pd.DataFrame) -> pd.DataFrame:
     """Returns a row per setting: how many times its best rate it takes until half of an arm's runs collapse.
 
-    table: of `cells`. Settings of fewer than `FEWEST_RATES` rates are left out.
+    table: of `cells`. Rates at which an arm has too few runs for a verdict are left out, and so are settings with fewer
+    than `FEWEST_RATES` rates.
     """
     shown = []
-    for varied, part in table.groupby("varied"):
-        if part.learning_rate.nunique() < FEWEST_RATES:
-            continue
+    for varied, of_setting in table[table.runs >= SEEDS].groupby("varied"):
         row = {"setting": f"`{varied}`"}
-        for baseline, cells_of_arm in sorted(part.groupby("baseline"), reverse=True):
-            arm = cells_of_arm.sort_values("learning_rate")
-            rates = arm.learning_rate.to_numpy()
-            best = rates[arm.final.to_numpy().argmax()]
-            broken = rates[(arm.collapsed >= arm.runs / 2).to_numpy()]
-            above, breaking = ("", broken[0]) if len(broken) else ("more than ", rates[-1])
-            name = label(str(baseline))
-            row[f"{name}: ends highest at"] = f"{best:g}"
-            row[f"{name}: half collapse at"] = f"{above}{breaking:g}"
-            row[f"{name}: room"] = f"{above}{breaking / best:.2g}"
-        shown.append(row)
+        for baseline, of_arm in sorted(of_setting.groupby("baseline"), reverse=True):
+            arm = of_arm.sort_values("learning_rate", ignore_index=True)
+            if len(arm) < FEWEST_RATES:
+                continue
+            rates, broken = arm.learning_rate.to_numpy(), (arm.collapsed >= arm.runs / 2).to_numpy()
+            best, first = int(arm.final.to_numpy().argmax()), int(broken.argmax()) if broken.any() else None
+            last = len(rates) - 1 if first is None else max(first - 1, 0)
+            name, least = label(str(baseline)), "at least " if best == 0 or first is None else ""
+            most = "" if first is None else f" to {rates[first] / rates[best]:.2g}"
+            row[f"{name}: ends highest at"] = f"{rates[best]:g}"
+            row[f"{name}: half collapse at"] = "none" if first is None else f"{rates[first]:g}"
+            row[f"{name}: room"] = f"{least}{rates[last] / rates[best]:.2g}{most}"
+        if len(row) > 1:
+            shown.append(row)
     return pd.DataFrame(shown)
 
 

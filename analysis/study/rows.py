@@ -38,7 +38,7 @@ COSINE = "claim_c2_cosine"
 BESIDE_C2 = {  # what the rules added to its grid
     "claim_c2_between": "rates between",
     COSINE: "a cosine from 2e-3",
-    "claim_c2_sgd": "plain SGD, rates 1 to 8",
+    "claim_c2_sgd": "plain SGD, rates 1 to 8 (to be read with the room above the best rate)",
     "claim_c2_sgd_16": "plain SGD at 16",
 }
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otb.exact_norms import in_chunks, own_log_probs, scores, squared_norms, trainable
+from otb.exact_norms import own_log_probs, rows_at_once, scores, squared_norms, trainable
 
-TOKENS = 16  # of a rollout, whose scores are computed together
+TOKENS_TOGETHER = 16  # whose scores share a forward; more of them, and backward goes through more that is later
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def score_vectors(model, rollout: Rollout, temperature: float, parameters, sketc
     ids, own = rollout.ids.to(model.device), rollout.own.to(model.device)
     sketches, token_norms, prefix_norms = [], [], []
     before = [torch.zeros_like(parameter).unsqueeze(0) for parameter in parameters]  # the score of what came before
-    for places in (part for many in in_chunks(own.nonzero().squeeze(-1), parameters) for part in many.split(TOKENS)):
+    for places in own.nonzero().squeeze(-1).split(min(TOKENS_TOGETHER, rows_at_once(parameters))):
         so_far = ids[: int(places[-1]) + 1]  # what follows has no part in the scores, and backward would go through it
         chosen = torch.zeros_like(so_far, dtype=torch.bool).index_fill(0, places, True)
         log_probs = own_log_probs(model, so_far, torch.ones_like(so_far), chosen, temperature)

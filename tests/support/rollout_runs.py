@@ -57,5 +57,6 @@ def write_rollout_runs(folder: Path) -> Path:
         run = write_run(folder, baseline)
         write_rollouts(run, 20, scale)
         write_rollouts(run, 40, scale)
-    write_run(folder, "rloo")
+    older = RunDirectory(write_run(folder, "rloo")).rollouts / "step-00000040.parquet"
+    pd.read_parquet(older).drop(columns="baselines").to_parquet(older)
     return folder
