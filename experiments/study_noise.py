@@ -27,8 +27,8 @@ REAL_MODEL = ("model=smollm2-135m", "task=arithmetic")
 # Exact scores of a token cost a backward pass: fewer prompts and rollouts than the tiny policies have, and a space that
 # they fit in. At its start an adapter's B is 0, so its gradient is a random projection of the layers' whole gradients.
 REAL_SIZE = ("prompts=12", "samples=32", "group_sizes=[4,8,16]", "fit_steps=2", "prompts_per_step=8")
-LONG = "arithmetic_long"  # responses are eight times as long: fewer prompts and rollouts than the short tasks have
-LONG_SIZE = ("prompts=12", "samples=32", "group_sizes=[2,4,8,16]")
+LONG = "arithmetic_long"  # responses are eight times as long: fewer prompts than the short tasks have
+LONG_SIZE = ("prompts=8",)
 REAL_SPACE = ("model.lora.r=4",)
 
 
