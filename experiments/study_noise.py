@@ -27,9 +27,8 @@ REAL_MODEL = ("model=smollm2-135m", "task=arithmetic")
 # Exact scores of a token cost a backward pass: fewer prompts and rollouts than the tiny policies have, and a space that
 # they fit in. At its start an adapter's B is 0, so its gradient is a random projection of the layers' whole gradients.
 REAL_SIZE = ("prompts=12", "samples=32", "group_sizes=[4,8,16]", "fit_steps=2", "prompts_per_step=8")
-LONG = "arithmetic_long"  # responses are eight times as long: fewer prompts than the short tasks have
-LONG_SIZE = ("prompts=8",)
 REAL_SPACE = ("model.lora.r=4",)
+SIZES = {"arithmetic_long": ("prompts=8",)}  # its responses are eight times as long as those of the short tasks
 
 
 class Policy(NamedTuple):
@@ -64,8 +63,7 @@ def measure(recipe: str, asked_for: list[Policy], steps: int, parallel: int | No
             typed("run", f"experiment={recipe}", *asked, f"steps={step}", f"runs_dir={place}")
             (checkpoint,) = place.glob(f"*/*/checkpoints/step-{step:08d}")
             asked.append(f"checkpoint={checkpoint}")
-        size = LONG_SIZE if policy.task == LONG else ()
-        noise.add(moments(place, parallel, *asked, *size), policy, file)
+        noise.add(moments(place, parallel, *asked, *SIZES.get(policy.task, ())), policy, file)
 
 
 def measure_real(where: list[str], parallel: int | None, file: Path, folder: Path) -> None:

@@ -60,12 +60,9 @@ class MultiTokenPrediction:
         warmup: int = 0,
         weights: Literal["fresh", "shipped"] = "fresh",
     ):
-        for name, value, choices in (
-            ("mode", mode, MODES),
-            ("ratio_to", ratio_to, ("main", "head")),
-            ("weights", weights, ("fresh", "shipped")),
-        ):
-            refuse_unknown(name, value, choices)
+        refuse_unknown("mode", mode, MODES)
+        refuse_unknown("ratio_to", ratio_to, ("main", "head"))
+        refuse_unknown("weights", weights, ("fresh", "shipped"))
         self.mode, self.weight, self.lambda_plus, self.eps = mode, weight, lambda_plus, eps
         self.limit, self.ratio_to, self.warmup, self.weights = limit, ratio_to, warmup, weights
         refuse_out_of_range(vars(self), RULES)

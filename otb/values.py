@@ -5,8 +5,10 @@ Imports no torch: the command line checks a configuration with it before the fir
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -76,9 +78,10 @@ def literal_choices(function: Callable, argument: str) -> tuple[Any, ...]:
     """Returns the values of an argument annotated as typing.Literal; () for any other annotation."""
     annotation = inspect.signature(function).parameters[argument].annotation
     if isinstance(annotation, str):  # from __future__ import annotations
+        written = re.fullmatch(r"Literal\[(.+)\]", annotation)
         try:
-            annotation = eval(annotation, {"Literal": typing.Literal}) if annotation.startswith("Literal[") else None
-        except Exception:  # the annotation has names of its module, or is no Literal alone
+            return ast.literal_eval(f"({written[1]},)") if written else ()
+        except (SyntaxError, ValueError):  # a union with something else, or names of its module
             return ()
     return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
 

@@ -60,19 +60,11 @@ def write_run(
             return 0.02
         return float(np.clip(start + rate * step + noise * rng.normal(), 0, 0.9))
 
-    rows = []
-    for step in range(1, steps + 1):
-        score = accuracy(step)
-        row = {"step": step, "own_tokens": tokens, "own_tokens_total": tokens * step, "reward_mean": score}
-        row |= {
-            "reward_spread": (score * (1 - score)) ** 0.5,
-            "accuracy": score,
-            "gradient_norm": 0.1 + 0.05 * rng.random(),
-            "loss": 0.0,
-        }
-        row |= {"response_length_mean": 25.0, "energy_mean": 1.0, "total_power": 0.1 if baseline == "otb" else 0.2}
-        row |= {"seconds_sampling": 0.5, "seconds_scoring": 0.01, "seconds_advantages": 0.04, "seconds_loss": 0.45}
-        rows.append(row | {"seconds_step": 1.0, "peak_memory_bytes": 2**29} | measures(step))
+    power = 0.1 if baseline == "otb" else 0.2
+    rows = [
+        step_row(step, accuracy(step), tokens, power, 0.1 + 0.05 * rng.random()) | measures(step)
+        for step in range(1, steps + 1)
+    ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluations = [
         {"step": step, "accuracy": accuracy(step), "pass_at_k": 0.9, "own_tokens_total": tokens * step}
@@ -81,6 +73,15 @@ def write_run(
     (path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluations))
     group().to_parquet(path / "rollouts" / f"step-{steps:08d}.parquet")
     return path
+
+
+def step_row(step: int, score: float, tokens: int, power: float, gradient_norm: float) -> dict:
+    """The metrics of a step whose rollouts have so many own tokens and are right so often."""
+    row = {"step": step, "own_tokens": tokens, "own_tokens_total": tokens * step, "loss": 0.0}
+    row |= {"reward_mean": score, "accuracy": score, "reward_spread": (score * (1 - score)) ** 0.5}
+    row |= {"gradient_norm": gradient_norm, "response_length_mean": 25.0, "energy_mean": 1.0, "total_power": power}
+    row |= {"seconds_sampling": 0.5, "seconds_scoring": 0.01, "seconds_advantages": 0.04, "seconds_loss": 0.45}
+    return row | {"seconds_step": 1.0, "peak_memory_bytes": 2**29}
 
 
 def group() -> pd.DataFrame:
