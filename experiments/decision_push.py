@@ -142,7 +142,11 @@ def rollouts_table(found: list[PromptDecisions], first: str) -> pd.DataFrame:
 
 
 def push_table(samples: list[Sample], first: str, group_size: int) -> pd.DataFrame:
-    """Returns a row per estimator: its push, how far from RLOO's, and its variance."""
+    """Returns a row per estimator: its push, how far from RLOO's, and its variance.
+
+    (N - 1) / N of RLOO's push is what a group mean has left, whose rollouts are in their own baseline: the measure for
+    estimators of which that is true as well.
+    """
     moments = {}
     for name in ESTIMATORS:
         baseline = instantiate(OmegaConf.load(CONF / "baseline" / f"{name}.yaml"))
@@ -158,6 +162,7 @@ def push_table(samples: list[Sample], first: str, group_size: int) -> pd.DataFra
             "estimator": label(name, group_size),
             f"push towards {first!r}": over_prompts(push),
             "minus RLOO's": over_prompts(push - rloo_push),
+            "minus (N - 1) / N of RLOO's": over_prompts(push - (1 - 1 / group_size) * rloo_push),
             "variance over groups / RLOO's": str(bootstrap([np.stack([variance, rloo_variance], 1)], ratio_of_sums)),
         }
         for name, (push, variance) in moments.items()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -21,6 +22,7 @@ from experiments.checks import check
 from experiments.command_line import CONF
 from otb.config_keys import WHERE_AND_HOW
 from otb.errors import RunError
+from otb.laboratory.statistics import estimator_statistics
 from tests.support.commands import ROOT
 
 RUNS = ROOT / "tests" / "data" / "runs"
@@ -246,23 +248,45 @@ def test_c1_waits_for_every_stage_and_every_policy():
     assert verdicts.gradient_noise(noise(**LOW).assign(policies=2))[0].why == "2 of 3 policies"
 
 
-def test_moments_of_a_policy_are_kept_once_and_pooled_over_policies(tmp_path):
-    """Two policies of two prompts are four prompts of the stage: the statistics are those of the four together."""
-    file = tmp_path / "claim_c1.csv"
-    made = pd.DataFrame(
+def moments(shift=0.0, prompts=4) -> pd.DataFrame:
+    """Moments of RLOO and OTB over prompts, the later ones noisier. shift: added to every power."""
+    return pd.DataFrame(
         [
-            {"prompt": prompt, "estimator": name, "group_size": 4, "power": power * (1 + prompt), "signal": 0.5}
-            | {"overlap": 0.5, "truth": 0.5, "energy": 1.0}
+            {"prompt": prompt, "estimator": name, "group_size": 4, "power": power * (1 + prompt) + shift, "signal": 0.5}
+            | {"overlap": 0.5, "truth": 0.5}
             for name, power in (("rloo", 4.0), ("otb", 3.0))
-            for prompt in range(2)
+            for prompt in range(prompts)
         ]
     )
+
+
+def test_moments_of_a_policy_are_kept_once_and_pooled_over_policies(tmp_path):
+    """The statistics of two policies are those of their sums, over the prompts that both were measured on."""
+    file = tmp_path / "claim_c1.csv"
     for seed in (1, 2, 2):
-        kept_noise.add(made, ("arithmetic", seed, "start"), file)
+        kept_noise.add(moments(shift=seed - 1), ("arithmetic", seed, "start"), file)
     assert kept_noise.measured(file) == {("arithmetic", 1, "start"), ("arithmetic", 2, "start")}
     found = kept_noise.relative_noise(pd.read_csv(file)).set_index("estimator")
-    assert len(pd.read_csv(file)) == 8 and list(found.prompts) == [4, 4] and list(found.policies) == [2, 2]
-    assert found.relative_noise["otb"] == pytest.approx((3 * 1.5 - 0.5) / (4 * 1.5 - 0.5))
+    assert len(pd.read_csv(file)) == 16 and list(found.prompts) == [4, 4] and list(found.policies) == [2, 2]
+    assert found.relative_noise["otb"] == pytest.approx((3 * 10 + 2 - 2) / (4 * 10 + 2 - 2))
+    assert found.by_policy["otb"] == pytest.approx(((3 * 10 - 2) / (4 * 10 - 2), (3 * 10 + 2) / (4 * 10 + 2)))
+
+
+def test_intervals_of_c1_take_what_policies_make_of_a_prompt_together_and_are_stretched_for_the_number_of_prompts():
+    """A second policy of the same moments says nothing new, and four prompts need Student's t."""
+    parts = [moments().assign(task="arithmetic", stage="start", seed=seed) for seed in (1, 2)]
+    alone = kept_noise.relative_noise(parts[0]).set_index("estimator").loc["otb"]
+    ends = ["relative_noise_low", "relative_noise_high"]
+    both = kept_noise.relative_noise(pd.concat(parts)).set_index("estimator").loc["otb"]
+    assert both[ends].tolist() == pytest.approx(alone[ends].tolist())
+    plain = estimator_statistics(moments()).set_index("estimator").loc["otb"]
+    factor = scipy.stats.t.ppf(0.975, 3) / scipy.stats.norm.ppf(0.975) * np.sqrt(4 / 3)
+    for name, positive in (("relative_noise", True), ("bias", False)):
+        taken = np.log if positive else np.asarray
+        values = [taken(float(of[f"{name}{end}"])) for of in (plain, alone) for end in ("", "_low", "_high")]
+        assert values[4:] == pytest.approx([values[0] + factor * (end - values[0]) for end in values[1:3]])
+    with pytest.raises(RunError, match="not measured on the same prompts"):
+        kept_noise.relative_noise(pd.concat([parts[0], parts[1][parts[1].prompt > 0]]))
 
 
 def test_c1_measures_what_has_no_rows_by_the_commands_that_a_user_types(tmp_path, monkeypatch):
