@@ -77,7 +77,7 @@ class EvaluatingTrainer(ToolTrainer):
 
         These are forwards of the policy that sampled, which importance ratios need, and of the reference model.
         """
-        options = {"num_generations_eval": samples, "reward_funcs": [reward]}
+        options = {"num_generations_eval": samples, "reward_funcs": [reward], "reward_weights": torch.ones(1)}
         options |= {"vllm_importance_sampling_correction": False, "num_iterations": 1, "beta": 0.0}
         before = {name: getattr(self, name) for name in options}
         was_training = self.model.training

@@ -336,6 +336,13 @@ class OTBTrainer(MeasuringTrainer):
         return factors
 
     def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
+        was_training = self.model.training
+        try:
+            return self._generate_in_parts(prompt_ids, images, *args, **kwargs)
+        finally:
+            self.model.train(was_training)  # TRL's continuous batching leaves it training, even within an evaluation
+
+    def _generate_in_parts(self, prompt_ids, images, *args, **kwargs):
         if self.use_vllm or images is not None:
             return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
         at_once = getattr(self.args, "rows_per_generation", None) or len(prompt_ids)
