@@ -39,6 +39,11 @@ class Seam(NamedTuple):
 SEAMS: dict[str, tuple[Seam, ...]] = {
     "otb/trainer.py": (
         Seam(GRPO, "__init__(model, reward_funcs, args)", "extended: options are refused before the model is loaded"),
+        Seam(
+            GRPO,
+            "create_accelerator_and_postprocess()",
+            "extended: FSDP2's precision is set before TRL wraps a reference model",
+        ),
         Seam(GRPO, "training_step()", "extended: it ends with the gradient of one micro-batch"),
         Seam(GRPO, "_prepare_inputs(generation_batch)", "extended: TRL's shuffle is undone for gradient noise"),
         Seam(GRPO, "_buffered_inputs", "the micro-batches of the last generation, put back in their order"),
@@ -46,6 +51,8 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "_generate_and_score_completions(inputs)", "extended: its output gets the baseline's advantages"),
         Seam(GRPO, '"completion_mask"', "in that output"),
         Seam(GRPO, '"tool_mask"', "in that output where there are tools: False for tool tokens"),
+        Seam(GRPO, '"num_items_in_batch"', "in that output: the tokens that count, which dapo divides by"),
+        Seam(GRPO, '"pixel_values"', "in that output where prompts have images, which an extra pass does not see"),
         Seam(GRPO, '"advantages"', "in that output: (B,), and (B, C) is accepted by the loss"),
         Seam(
             GRPO,

@@ -203,7 +203,6 @@ class OTBTrainer(MeasuringTrainer):
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         self._mtp: MTPTraining | None = None
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        keep_float32_outputs(self.accelerator)
         if self.use_vllm:  # its engine has seeded this process with its own number, the same for every run
             set_seed(self.args.seed, device_specific=True)
         self._refuse_loaded(auxiliary)
@@ -212,6 +211,10 @@ class OTBTrainer(MeasuringTrainer):
         if auxiliary is not None:
             self._mtp = MTPTraining(auxiliary, self, self._causal_model())
             self.add_callback(self._mtp)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        keep_float32_outputs(self.accelerator)  # before TRL wraps the reference model
 
     def _refuse_before_loading(self, given: dict[str, Any], auxiliary: MultiTokenPrediction | None) -> None:
         """Raises ValueError for what options alone show. given: arguments of GRPOTrainer by name."""
@@ -365,6 +368,8 @@ class OTBTrainer(MeasuringTrainer):
         """
         outside = outside_band(output, low, high)
         output["completion_mask"] = output["completion_mask"] * ~outside.unsqueeze(1)
+        # What dapo, cispo and vespo divide by. TRL does not count the truncated rollouts that it masks, either.
+        output["num_items_in_batch"] = self.accelerator.gather(response_mask(output).sum()).sum()
         share = self.accelerator.gather(outside.float()).mean().item()
         self._metrics["train"]["dropped_by_mismatch"].append(share)
 
@@ -373,9 +378,12 @@ class OTBTrainer(MeasuringTrainer):
 
         own: of all rollouts, those of `_drop_mismatched` too. It takes a forward where the policy's log-probs are not
         known yet, as without TRL's correction, or from TRL's pass alone, whose dropout is no difference of the sampler.
+        Nothing is logged where that forward would not see a prompt's images.
         """
         trained = self._log_probs
         if trained is None or (self._is_noisy and trained is output.get("old_per_token_logps")):
+            if "pixel_values" in output:
+                return
             trained = self._log_probs = self._extra_pass(output)[0]
         ratio = self._gathered(own.pack(trained - output["sampling_per_token_logps"])).flatten(0, 1)
         lengths = self._gathered(own.lengths).flatten()

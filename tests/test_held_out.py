@@ -133,6 +133,15 @@ def test_an_evaluation_makes_no_forward_that_only_the_loss_reads(tmp_path, untra
     assert [getattr(trainer, name) for name in names] == before == [0.1, 2, True, 4, [byte_reward]]
 
 
+def test_weights_of_the_training_reward_do_not_touch_an_evaluation(tmp_path, untrained, tokenizer):
+    options = dict(reward_weights=[0.25], per_device_eval_batch_size=4)
+    trainer = Evaluated(untrained, byte_reward, config(tmp_path, **options), dataset(), processing_class=tokenizer)
+    with trainer._evaluating(lambda completions, **_: [0.5] * len(completions), samples=2):
+        trainer._generate_and_score_completions([{"prompt": PROMPTS[0]} for _ in range(2)])
+        assert trainer._summed_rewards().tolist() == [0.5, 0.5]
+    assert trainer.reward_weights.tolist() == [0.25]
+
+
 def test_samples_with_tools_count_both_kinds_of_tokens():
     column = torch.tensor([[1, 2], [3, 4]])
     samples = Samples(torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]), column, column + 2, torch.tensor([[0, 1], [2, 0]]))

@@ -15,6 +15,7 @@ from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.errors import RunError
 from otb.loss_inputs import response_mask
+from otb.rollouts import OwnTokens
 from tests.support import trainers
 from tests.support.recipes import composed
 from tests.support.tool_trainers import FakeSandbox, ScriptedTrainer, answer, call
@@ -141,9 +142,22 @@ def test_a_band_drops_rollouts_and_the_mismatch_still_counts_them(tmp_path, untr
     free = trained(tmp_path / "free", untrained, tokenizer, **usual).state.log_history[0]
     narrow = math.exp(free["log_ppl_abs_diff_mean"])  # about half of the rollouts are further away
     band = (1 / narrow, narrow)
-    banded = trained(tmp_path / "band", twin, tokenizer, geometric_ratio_band=band, **usual).state.log_history[0]
+    trainer = trained(tmp_path / "band", twin, tokenizer, geometric_ratio_band=band, **usual)
+    banded = trainer.state.log_history[0]
     assert 0 < banded["dropped_by_mismatch"] < 1
     assert {name: banded[name] for name in MISMATCH} == {name: free[name] for name in MISMATCH}
+    batch = trainer.batches[0][0]
+    assert batch["num_items_in_batch"] == response_mask(batch).sum()  # which dapo, cispo and vespo divide by
+
+
+def test_mismatch_is_not_measured_by_a_pass_that_would_not_see_images(tmp_path, untrained, tokenizer):
+    trainer = trained(tmp_path, untrained, tokenizer, vllm_importance_sampling_correction=False)
+    batch, trainer._log_probs = trainer.batches[0][0], None
+    trainer._metrics["train"].clear()
+    trainer._log_mismatch(batch | {"pixel_values": torch.zeros(1)}, OwnTokens(response_mask(batch)))
+    assert not trainer._metrics["train"]
+    trainer._log_mismatch(batch, OwnTokens(response_mask(batch)))
+    assert trainer._metrics["train"].keys() >= set(MISMATCH)
 
 
 def test_responses_are_drawn_a_few_rows_at_a_time(tmp_path, untrained, tokenizer, monkeypatch):

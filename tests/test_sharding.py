@@ -26,7 +26,7 @@ def trainings(parallel):
         "plain": {},
         "sharded": {"parallel": parallel},
         "whole, extra pass": bfloat16,
-        "whole, pass of TRL": bfloat16 | {"num_iterations": 2},
+        "whole, pass of TRL": bfloat16 | {"num_iterations": 2, "beta": 0.1},
         "lora, extra pass": bfloat16 | lora,
         "lora, pass of TRL": bfloat16 | lora | {"num_iterations": 2},
         "reduced in bfloat16": bfloat16 | {"reduced_in_bfloat16": True},
@@ -140,6 +140,13 @@ def test_sharding_in_bfloat16_keeps_log_probs_and_score_norms_in_float32(written
             assert kept.dtype == torch.float32
             assert not torch.equal(kept, kept.bfloat16().float())  # never rounded to eight bits on its way
             torch.testing.assert_close(kept * batch["completion_mask"], log_probs, rtol=0.02, atol=0.05)
+
+
+def test_reference_model_of_sharding_in_bfloat16_has_the_log_probs_of_the_policy_that_it_is_a_copy_of(written):
+    for seen in both_ranks(written, "whole, pass of TRL"):
+        batch = seen["batches"][0]
+        assert batch["ref_per_token_logps"].dtype == torch.float32
+        assert torch.equal(batch["ref_per_token_logps"], batch["old_per_token_logps"])
 
 
 @pytest.mark.parametrize("training", IN_BFLOAT16)

@@ -24,6 +24,17 @@ def nan_for_some(completions, **columns):
     return [None if i % 5 == 0 else reward for i, reward in enumerate(rewards)]
 
 
+class Counting:
+    """The mean of the group, which keeps what it was asked about."""
+
+    def __init__(self):
+        self.rewards = []
+
+    def __call__(self, rollouts):
+        self.rewards.append(rollouts.rewards)
+        return group_mean(rollouts)
+
+
 LORA = LoraConfig(target_modules="all-linear", r=4, lora_alpha=8)
 
 
@@ -155,6 +166,24 @@ def test_evaluation_and_logging_frequency_leave_the_training_trajectory_alone(tm
     plain = final_weights()
     evaluated = final_weights(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, logging_steps=3)
     assert torch.equal(plain, evaluated)
+
+
+def test_generation_by_continuous_batching_feeds_no_baseline_in_an_evaluation(tmp_path, untrained, tokenizer):
+    """TRL calls `train()` after such a generation, so that the rest of an evaluation would count as training."""
+    trainer = OTBTrainer(
+        untrained,
+        byte_reward,
+        config(tmp_path, use_transformers_continuous_batching=True, max_steps=1, per_device_eval_batch_size=8),
+        dataset(),
+        Dataset.from_dict({"prompt": PROMPTS[:4]}),  # two batches
+        processing_class=tokenizer,
+        baseline=(calls := Counting()),
+    )
+    assert trainer.baseline is calls
+    trainer.train()
+    assert len(calls.rewards) == 1
+    trainer.evaluate()
+    assert len(calls.rewards) == 1 and not trainer.model.training
 
 
 def test_isolated_random_state_restores_every_generator():

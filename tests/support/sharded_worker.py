@@ -32,7 +32,8 @@ class KeepingTrainer(OTBTrainer):
 
     def _log_rollouts(self, rollouts, baseline, advantages, output):
         super()._log_rollouts(rollouts, baseline, advantages, output)
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps")
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+        names += ("old_per_token_logps", "ref_per_token_logps")
         batch = {name: output[name].cpu() for name in names if name in output}
         sharded = sum(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in self.model.parameters())
         self.kept.append(batch | {"rewards": rollouts.rewards, "score_norms": rollouts.score_norms, "sharded": sharded})
