@@ -19,23 +19,27 @@ def plain_types(function, argument: str) -> tuple[type, ...]:
 
 
 @cache
-def trainer_fields() -> frozenset[str]:
-    """Returns the name of every option of trl.GRPOConfig."""
-    modules = {
-        "trl.trainer.grpo_config": "GRPOConfig",
-        "trl.trainer.base_config": "_BaseConfig",
+def trainer_fields() -> dict[str, bool]:
+    """Returns every option of trl.GRPOConfig, and whether it may be None."""
+    classes = {
         "transformers.training_args": "TrainingArguments",
+        "trl.trainer.base_config": "_BaseConfig",  # what it annotates anew wins over TrainingArguments
+        "trl.trainer.grpo_config": "GRPOConfig",
     }
-    return frozenset().union(*(dataclass_fields(module, name) for module, name in modules.items()))
+    return {field: kind for module, name in classes.items() for field, kind in dataclass_fields(module, name).items()}
 
 
 @cache
-def dataclass_fields(module: str, name: str) -> frozenset[str]:
-    """Returns the annotated fields of a class, without those that it inherits. Raises LookupError."""
+def dataclass_fields(module: str, name: str) -> dict[str, bool]:
+    """Returns the annotated fields of a class, without those that it inherits, and whether they may be None.
+
+    Raises LookupError.
+    """
     package, _, rest = module.partition(".")
     root = Path(importlib.util.find_spec(package).origin).parent
     tree = ast.parse((root / (rest.replace(".", "/") + ".py")).read_text(encoding="utf8"))
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return frozenset(item.target.id for item in node.body if isinstance(item, ast.AnnAssign))
+            fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+            return {field.target.id: "None" in ast.unparse(field.annotation) for field in fields}
     raise LookupError(f"{module} has no class {name}; the pinned versions in pyproject.toml have.")

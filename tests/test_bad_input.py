@@ -100,6 +100,12 @@ SETTINGS = {
     "trainer.top_p=0.9": ("top_p=0.9", "not the distribution sampled from", "Use top_p=1.0"),
     "trainer.top_k=5": ("top_k=5", "not the distribution sampled from", "Use top_k=0"),
     "baseline=rloo trainer.top_p=1.5": ("trainer.top_p=1.5", "must be in (0, 1]", "Try trainer.top_p=1.0"),
+    "trainer.max_grad_norm=null": ("trainer.max_grad_norm=null", "must have a value", "Leave it out"),
+    "trainer.importance_sampling_level=tokens": ("=tokens", "is not one of token, sequence", "Did you mean token?"),
+    "baseline=rloo trainer.top_entropy_quantile=1.5": ("top_entropy_quantile=1.5", "must be in (0, 1]", "=1.0"),
+    "parallel=fsdp2 trainer.accelerator_config.split_batches=true": (
+        *("trainer.accelerator_config", "parallel=fsdp2", "Set parallel.trainer.accelerator_config"),
+    ),
     "trainer.beta=-0.1": ("trainer.beta=-0.1", "number >= 0", "Try trainer.beta=0"),
     "trainer.betta=0.1": ("trainer.betta", "no option of trl.GRPOConfig", "Did you mean beta?"),
     "trainer.num_generations=8": ("trainer.num_generations=8", "follows from the run's own keys", "set group_size"),

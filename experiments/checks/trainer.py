@@ -13,8 +13,12 @@ from experiments.command_line import near_miss
 from experiments.fields import trainer_fields
 from otb.errors import RunError
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")  # TRL refuses at its first step
-IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")  # and these
+CHOICES = {  # keys of trainer, of which TRL refuses others at its first step
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+SHARES = ("top_p", "top_entropy_quantile")  # of the probability; of the tokens that learn
 NON_NEGATIVE = (  # keys of trainer
     "beta",
     "weight_decay",
@@ -106,17 +110,14 @@ def check_trainer(cfg: DictConfig) -> None:
         value = cfg.trainer.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
             raise RunError(f"trainer.{key}={value} must be a number >= 0. Try trainer.{key}=0.")
-    loss_type = cfg.trainer.get("loss_type", "dapo")
-    if loss_type not in LOSS_TYPES:
-        raise RunError(
-            f"trainer.loss_type={loss_type} is not one of {', '.join(LOSS_TYPES)}.{near_miss(loss_type, LOSS_TYPES)}"
-        )
-    mode = cfg.trainer.get("vllm_importance_sampling_mode", IMPORTANCE_MODES[0])
-    if mode not in IMPORTANCE_MODES:
-        raise RunError(
-            f"trainer.vllm_importance_sampling_mode={mode} is not one of {', '.join(IMPORTANCE_MODES)}."
-            f"{near_miss(mode, IMPORTANCE_MODES)}"
-        )
+    for key, choices in CHOICES.items():
+        value = cfg.trainer.get(key)
+        if key in cfg.trainer and value not in choices:
+            raise RunError(f"trainer.{key}={value} is not one of {', '.join(choices)}.{near_miss(value, choices)}")
+    for key in SHARES:
+        share = cfg.trainer.get(key, 1.0)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise RunError(f"trainer.{key}={share} must be in (0, 1]. Try trainer.{key}=1.0.")
     for key in CONTINUOUS_BATCHING:
         if cfg.trainer.get(key) and cfg.model.dtype == "bfloat16":
             raise RunError(
@@ -124,9 +125,6 @@ def check_trainer(cfg: DictConfig) -> None:
                 "that are trained to bfloat16 at the first rollout. Use rollouts_by=vllm, or model.dtype=float32."
             )
     trackers.refuse_unknown(cfg)
-    top_p = cfg.trainer.get("top_p", 1.0)
-    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
-        raise RunError(f"trainer.top_p={top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
 
 
 def check_parallel_trainer(cfg: DictConfig) -> None:
@@ -153,6 +151,10 @@ def check_parallel_trainer(cfg: DictConfig) -> None:
                 f"parallel.trainer.fsdp_config.{key} is no key that FSDP2 reads.{near_miss(key, FSDP2_KEYS)} Keys: "
                 f"{', '.join(sorted(FSDP2_KEYS))}."
             )
+    for key in options.keys() & cfg.trainer.keys():
+        raise RunError(
+            f"trainer.{key} is set by parallel={name}, which would replace it. Set parallel.trainer.{key} instead."
+        )
     _check_options("parallel.trainer", {key: value for key, value in options.items() if key not in SHARDING})
 
 
@@ -163,3 +165,5 @@ def _check_options(group: str, options: Mapping[str, Any]) -> None:
             raise RunError(f"{group}.{key}={value} follows from the run's own keys; set {DERIVED[key]} instead.")
         if key not in fields:
             raise RunError(f"{group}.{key} is no option of trl.GRPOConfig.{near_miss(key, fields)}")
+        if value is None and not fields[key]:
+            raise RunError(f"{group}.{key}=null must have a value. Leave it out for TRL's own.")
