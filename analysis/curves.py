@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.ticker import EngFormatter
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from analysis.arms import by_arm, colour
 from analysis.by_run import by_run
@@ -19,7 +19,9 @@ SEED_LINES = 100  # thin lines of one axes; more would hide each other, and the 
 Curve = tuple[str, NDArray, NDArray, bool]  # run, x, y, diverged
 
 
-def on_one_grid(runs: list[tuple[NDArray, NDArray]], ended: list[bool], shared_steps: bool) -> tuple[NDArray, NDArray]:
+def on_one_grid(
+    runs: list[tuple[NDArray, NDArray]], ended: list[bool], shared_steps: bool, also_at: ArrayLike = ()
+) -> tuple[NDArray, NDArray]:
     """Puts the points of several seeds on one grid.
 
     Over steps the grid holds the steps that every run measured; over tokens, where no two runs share a point, a seed's
@@ -30,6 +32,7 @@ def on_one_grid(runs: list[tuple[NDArray, NDArray]], ended: list[bool], shared_s
         ended: per seed, whether it diverged. It keeps its last value, and the grid does not end with it; leaving it out
             would make the others look better.
         shared_steps: whether x is the step.
+        also_at: places over tokens that the grid has beside the points of the seeds.
 
     Returns:
         (grid (points), values (seeds, points)).
@@ -41,7 +44,7 @@ def on_one_grid(runs: list[tuple[NDArray, NDArray]], ended: list[bool], shared_s
             grid = np.intersect1d(grid, x)
     else:
         low, high = max(run[0][0] for run in whole), min(run[0][-1] for run in whole)
-        grid = np.unique(np.concatenate([run[0] for run in whole]))
+        grid = np.unique(np.concatenate([also_at, *(run[0] for run in whole)]))
         grid = grid[(grid >= low) & (grid <= high)]
     return grid, np.array([np.interp(grid, *run) for run in runs])
 
@@ -67,6 +70,7 @@ def draw_curves(
     outside: pd.DataFrame | None = None,
     log: bool = False,
     seed_lines: bool = True,
+    also_at: ArrayLike = (),
 ) -> pd.DataFrame:
     """Draws every arm of `table` into axes, with the seeds in their labels; a legend is put by the caller.
 
@@ -77,6 +81,8 @@ def draw_curves(
         outside: rows of plain TRL runs, drawn as grey lines.
         log: for a positive quantity; mean and interval are those of its logarithm, and a value of 0 has no place.
         seed_lines: whether single seeds are drawn as thin lines.
+        also_at: places over tokens at which curves have a point beside their own, for an axis on which a straight line
+            is not linear in tokens.
 
     Returns:
         The plotted numbers.
@@ -93,7 +99,7 @@ def draw_curves(
     for baseline, size, text, rows in arms:
         if runs := curves_of(rows, y, x):
             style = {"color": colour(baseline), "ls": dash(size, sizes)}
-            numbers = draw_arm(axes, runs, text, style, most, x == "step", is_share(y), log)
+            numbers = draw_arm(axes, runs, text, style, most, x == "step", is_share(y), log, also_at)
             plotted.append(labelled(numbers, baseline, size, y, x))
     if not plotted:
         raise RunError(f"No run measured {y} over {x}. Run again with the present version, which records both.")
@@ -111,7 +117,15 @@ def draw_curves(
 
 
 def draw_arm(
-    axes, runs: list[Curve], text: str, style: dict, most: int, shared_steps: bool, share: bool, log: bool
+    axes,
+    runs: list[Curve],
+    text: str,
+    style: dict,
+    most: int,
+    shared_steps: bool,
+    share: bool,
+    log: bool,
+    also_at: ArrayLike = (),
 ) -> pd.DataFrame:
     """Draws one arm: a thin line per seed, the mean and its band; the lines alone where the seeds are too few.
 
@@ -120,7 +134,7 @@ def draw_arm(
         text: the arm's name in the legend.
         style: colour and line style.
         most: lines of seeds that are drawn; the mean is that of all.
-        shared_steps, log: as in `on_one_grid` and `draw_curves`.
+        shared_steps, log, also_at: as in `on_one_grid` and `draw_curves`.
         share: whether y cannot leave [0, 1].
 
     Returns:
@@ -128,11 +142,12 @@ def draw_arm(
     """
     for number, (name, place, values, diverged) in enumerate(runs):
         if number < most:
-            (line,) = axes.plot(place, values, **style, lw=0.7, alpha=0.6)
+            at, (drawn,) = on_one_grid([(place, values)], [False], shared_steps, also_at)
+            (line,) = axes.plot(at, drawn, **style, lw=0.7, alpha=0.6)
             line.set_gid(f"run:{name}")
         if diverged:
             axes.plot(place[-1:], values[-1:], "x", color=style["color"], ms=6)
-    grid, values = on_one_grid([run[1:3] for run in runs], [run[3] for run in runs], shared_steps)
+    grid, values = on_one_grid([run[1:3] for run in runs], [run[3] for run in runs], shared_steps, also_at)
     estimate, low, high = curve_interval(np.log(values) if log else values)
     if log:
         estimate, low, high = np.exp(estimate), np.exp(low), np.exp(high)

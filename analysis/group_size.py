@@ -6,7 +6,7 @@ import pandas as pd
 
 from analysis.arms import by_arm, colour, label, marker
 from analysis.checks import one_setting, require, require_grid
-from analysis.intervals import bootstrap, iqm
+from analysis.intervals import RESAMPLES, bootstrap, iqm
 from analysis.style import figure, keep_numbers, legend_below, seeds_text
 
 LAST = 2  # evaluations averaged at the end: half the noise of the last one alone
@@ -29,13 +29,16 @@ def by_seed(rows: pd.DataFrame, column: str) -> dict[int, float]:
     return dict(zip(rows.seed, rows[column].astype(float), strict=True))
 
 
-def accuracy_by_group_size(table: pd.DataFrame, value: str = "final", whole_grid: bool = True):
+def accuracy_by_group_size(
+    table: pd.DataFrame, value: str = "final", whole_grid: bool = True, resamples: int = RESAMPLES
+):
     """Draws final accuracy over N per baseline: interquartile mean, 95 % interval, a point per seed.
 
     Args:
         table: rows of one setting.
         value: "final", "best" or "mean" of `final_accuracy`.
         whole_grid: whether every baseline must have been run at every size; if not, what there is is drawn.
+        resamples: of the intervals.
 
     Returns:
         The axes.
@@ -57,7 +60,7 @@ def accuracy_by_group_size(table: pd.DataFrame, value: str = "final", whole_grid
         shift = 2 ** (apart * (place - (len(baselines) - 1) / 2))
         for size in [size for size in sizes if (baseline, size) in cells]:
             values = runs[(runs.baseline == baseline) & (runs.group_size == size)][value].to_numpy()
-            interval = bootstrap([values], iqm, bounds=(0, 1))
+            interval = bootstrap([values], iqm, resamples=resamples, bounds=(0, 1))
             points.append({"baseline": baseline, "group_size": size, **interval._asdict()})
             axes.plot([size * shift] * len(values), values, ".", ms=2, color=colour(baseline), alpha=0.5)
         frame = pd.DataFrame(points)

@@ -118,9 +118,9 @@ def bootstrap(
 @lru_cache(maxsize=16)
 def resampled(sizes: tuple[int, ...], resamples: int, seed: int) -> list[NDArray]:
     """Returns the seeds that each resample takes, (seeds, resamples) per stratum: the same for all arms of a size."""
-    rng = np.random.default_rng(seed)
-    rows = [[rng.integers(0, size, size) for size in sizes] for _ in range(resamples)]
-    return [np.array(of_stratum).T for of_stratum in zip(*rows, strict=True)]
+    each = np.repeat(sizes, sizes)
+    drawn = np.random.default_rng(seed).integers(0, each, (resamples, len(each))).T
+    return np.split(drawn, np.cumsum(sizes)[:-1])
 
 
 def stretch(estimate: ArrayLike, quantiles: NDArray, n: int) -> NDArray:

@@ -5,7 +5,10 @@ collapsed (analysis/stability.py) before it got there never will: it counts as s
 looks, or the few tokens of a run that broke early would speak for its arm. Per arm: the Kaplan-Meier curve of runs
 still short of the target, and its area up to the horizon, the restricted mean tokens-to-target. The horizon is the
 largest consumption at which both arms are still observed, so an arm with the larger budget gains nothing by it. Where
-the rival is censored, the saving is a lower bound.
+that lies before any run of the rival arrives, the saving is a lower bound (`is_lower_bound`), and only there.
+
+Runs end after equally many steps, so one of long responses is censored at more tokens, while Kaplan-Meier takes
+censoring for unrelated to when a run would have arrived.
 """
 
 from __future__ import annotations

@@ -172,6 +172,12 @@ def test_a_signal_that_is_lost_in_the_noise_gives_no_number_and_no_interval():
     assert some[["variance", "variance_low", "variance_high"]].notna().all()
 
 
+def test_without_resamples_there_are_the_same_values_and_no_intervals():
+    whole, alone = estimator_statistics(TABLE), estimator_statistics(TABLE, resamples=0)
+    assert list(alone) == [column for column in whole if not column.endswith(("_low", "_high"))]
+    pd.testing.assert_frame_equal(alone, whole[list(alone)])
+
+
 # ---- from baselines to gradients
 
 LEARNED = (PROBE, TrajectoryCV(pseudo_rollouts=1.0), Value(learning_rate=0.1))

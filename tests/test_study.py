@@ -12,11 +12,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from analysis.study import collapses, methods, rates, report, rows, verdicts
+from analysis.study import collapses, figures, methods, rates, report, rows, verdicts
 from analysis.study import noise as kept_noise
 from analysis.study.__main__ import main
 from analysis.study.verdicts import NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from analysis.style import plt
+from analysis.token_consumption import saving
 from experiments import study, study_noise
 from experiments.checks import check
 from experiments.command_line import CONF
@@ -409,6 +410,32 @@ def test_c4_says_where_a_comparison_is_cut_off():
     assert verdicts.censored_text((runs, ("otb", 4)), (runs, ("rloo", 4)), 0.72) == "RLOO, N=4 was not run"
 
 
+def test_a_saving_is_called_a_lower_bound_where_no_run_of_the_rival_arrives_before_it_is_cut_off():
+    """The rival's runs arrive never, or one of ten does with 10,000 tokens; OTB's last run ends with 20,000."""
+    made = [made_up("otb", 4, seed, 0.8 if seed else 0.5) for seed in SEEDS]
+
+    def text(arriving: int) -> str:
+        rival = [made_up("rloo", 4, seed, 0.8 if seed < arriving else 0.5, tokens=500.0 + 200 * seed) for seed in SEEDS]
+        runs = verdicts.Runs(pd.DataFrame(made + rival))
+        return verdicts.censored_text((runs, ("otb", 4)), (runs, ("rloo", 4)), 0.72)
+
+    censored = "1 of 10 runs of OTB, N=4 censored"
+    assert text(0) == f"{censored}, 10 of 10 runs of RLOO, N=4 censored: a lower bound"
+    assert text(1) == f"{censored}, 9 of 10 runs of RLOO, N=4 censored"
+
+
+def test_ends_of_the_savings_that_are_judged_do_not_hang_on_the_seed_of_the_bootstrap():
+    """On arithmetic, against RLOO at N = 4, with 2,000 resamples the lower end was .004 to .023."""
+    runs = verdicts.Runs(rows.read(study.ROWS / "claim_c3_c4.csv").query("baseline in ['otb', 'rloo']"))
+    best = verdicts.Runs(rows.read(study.ROWS / "claim_c3_c4_32.csv")).best_final
+    ours, theirs = (runs.consumption((arm, 4), verdicts.TARGETS[0] * best) for arm in ("otb", "rloo"))
+    found = [saving(ours, theirs, resamples=verdicts.RESAMPLES, seed=seed) for seed in range(4)]
+    spoken = verdicts.saved(runs, ("otb", 4), ("rloo", 4), verdicts.TARGETS[0] * best)
+    assert spoken == found[0]
+    assert np.ptp([interval.low for interval in found]) < 0.003 > np.ptp([interval.high for interval in found])
+    assert [interval.low for interval in found] == pytest.approx([0.0104] * 4, abs=0.0015)  # of all 92,378 draws
+
+
 def test_c4_is_not_refuted_by_a_lower_bound():
     """Every run of OTB arrives with an eighth of the tokens but one, which ends before any of the rival's arrives."""
     made = [made_up("otb", 4, seed, 0.8 if seed else 0.5) for seed in SEEDS]
@@ -481,6 +508,44 @@ def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():
     axes = collapses.survival(pd.DataFrame(made))
     assert [len(panel.get_lines()) for panel in axes] == [2, 2]
     assert "3 runs per arm, 3 seeds" in axes[0].get_title()
+    more = pd.concat([pd.DataFrame(made).assign(learning_rate=rate) for rate in range(1, 6)])
+    axes = collapses.survival(more)  # four side by side, the fifth below the first
+    assert [panel.get_xlabel() for panel in axes] == ["", "step", "step", "step", "step"]
+    assert len({panel.get_position().x0 for panel in axes}) == 4
+
+
+def test_curves_over_tokens_are_linear_in_tokens_on_the_scale_that_is_not():
+    """RLOO at N = 32 is at .4 at the start and at .6 with 80,000 tokens; of N = 4 the first evaluation is at 10,000."""
+    made = [made_up("otb", 4, seed, 0.8) for seed in range(3)]
+    made += [made_up("rloo", 32, seed, 0.8, tokens=8000.0) for seed in range(3)]
+    _, right = figures.curves_over_tokens(pd.DataFrame(made))
+    lines = [line for line in right.get_lines() if line.get_linestyle() == "--" and len(line.get_xdata())]
+    assert len(lines) == 4  # three seeds and their mean
+    for line in lines:
+        tokens, accuracy = (np.asarray(values, float) for values in line.get_data())
+        assert accuracy == pytest.approx(np.interp(tokens, [0, 80e3, 160e3], [0.4, 0.6, 0.8]))
+        spread = tokens[tokens >= 10e3]
+        assert (spread[1:] / spread[:-1]).max() < 1.05  # straight between two of them: nobody sees a difference
+    plt.close(right.figure)
+
+
+def test_figures_name_the_claim_and_their_task(tmp_path, monkeypatch):
+    made = [made_up(*arm, seed, 0.8, "a_task") for arm in (("otb", 4), ("rloo", 4), ("rloo", 32)) for seed in SEEDS]
+    titles = {}
+
+    def keep(axes, path, pictures):
+        titles[path.name] = figures.figure_of(axes).get_suptitle()
+        plt.close(figures.figure_of(axes))
+        return [path]
+
+    monkeypatch.setattr(figures, "save", keep)
+    collapsing = pd.DataFrame(made[:20]).assign(varied="")
+    figures.figures({"claim_c3_c4": pd.DataFrame(made), "claim_c2": collapsing}, {}, tmp_path)
+    assert titles == {
+        "c2_a_task": "Runs alive on a_task",
+        "c3_a_task": "Final accuracy on a_task",
+        "c4_a_task": "Accuracy over tokens on a_task",
+    }
 
 
 def test_a_smaller_gradient_moves_the_best_rate_and_the_breaking_one_alike():
@@ -556,6 +621,17 @@ def test_the_rules_name_the_numbers_that_the_verdicts_use():
     assert f"reaches {verdicts.CLAIMED_SAVING:g}".replace("0.", ".") in text
     assert f"Fewer than {verdicts.SEEDS} seeds" in text
     assert f"to {rates.TIE:g}".replace("0.", ".") in text
+    assert f"of {verdicts.RESAMPLES:,} resamples" in text and f"those of C1 of {kept_noise.RESAMPLES:,}" in text
+    assert f"of {verdicts.RESAMPLES:,} resamples (C1: {kept_noise.RESAMPLES:,})" in report.HEAD
+
+
+def test_the_page_of_the_long_task_quotes_what_a_step_takes_in_its_rows():
+    page = " ".join((study.ROWS.parent / "arithmetic_long.md").read_text().split())
+    small, large = (rows.read(study.ROWS / f"claim_c3_c4_long{end}.csv").seconds_step for end in ("", "_32"))
+    assert (len(small), len(large)) == (50, 10)
+    said = f"takes {small.median():.1f} s (median over the fifty runs of *C3* of each one's median; "
+    assert f"{said}{small.min():.1f} to {small.max():.1f})" in page
+    assert f"at N = 32 {large.median():.0f} s ({large.min():.0f} to {large.max():.0f}; ten runs)" in page
 
 
 def test_the_command_runs_what_has_no_row_seed_by_seed_and_skips_the_rest(tmp_path, monkeypatch, capsys):

@@ -13,9 +13,10 @@ from analysis.intervals import Interval, bootstrap, iqm
 from analysis.report.markdown import markdown_table
 from analysis.stability import stability_table, survivors
 from analysis.study.rows import steps_table
-from analysis.study.verdicts import SEEDS, SETTING
+from analysis.study.verdicts import RESAMPLES, SEEDS, SETTING
 from analysis.style import PAGE, figure, figure_of, keep_numbers, legend_below, seeds_text
 
+SIDE_BY_SIDE = 4  # panels of a figure
 FEWEST_RATES = 3  # of a setting, below which nothing is said of where its runs end highest and where they break
 ROOM_TEXT = (
     "Room above the best rate: how many times the rate at which an arm ends highest it takes until half of its runs "
@@ -34,7 +35,7 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     for (rate, varied, baseline), part in rows.groupby([*SETTING, "baseline"]):
         table = steps_table(part)
         ends = stability_table(table)
-        final = bootstrap([final_accuracy(table).final.to_numpy()], iqm, bounds=(0, 1))
+        final = bootstrap([final_accuracy(table).final.to_numpy()], iqm, resamples=RESAMPLES, bounds=(0, 1))
         facts = {"learning_rate": rate, "varied": varied, "baseline": baseline, "runs": len(ends)}
         facts |= {"collapsed": int(ends.collapsed.sum()), "collapsed_at": ends.collapsed_at.median()}
         found.append(facts | {"final": final.estimate, "final_low": final.low, "final_high": final.high})
@@ -91,7 +92,7 @@ def room_section(table: pd.DataFrame) -> list[str]:
 def survival(rows: pd.DataFrame):
     """Draws the share of runs that have not collapsed over steps, a panel per learning rate, all its settings pooled.
 
-    At most three panels stand side by side: more would write their titles over each other.
+    At most four panels stand side by side: more would write their titles over each other.
 
     rows: of one task.
 
@@ -99,12 +100,12 @@ def survival(rows: pd.DataFrame):
         Array of axes.
     """
     rates = sorted(rows.learning_rate.unique())
-    lines = -(-len(rates) // 3)
-    _, axes = figure(min(3, len(rates)), PAGE, 0.4 + 2.0 * lines, lines, sharey=True, squeeze=False)
+    lines = -(-len(rates) // SIDE_BY_SIDE)
+    _, axes = figure(min(SIDE_BY_SIDE, len(rates)), PAGE, 0.8 + 1.3 * lines, lines, sharey=True, squeeze=False)
     for panel in axes.flat[len(rates) :]:
         panel.remove()
     panels, plotted = axes.flat[: len(rates)], []
-    for panel, rate in zip(panels, rates, strict=True):
+    for number, (panel, rate) in enumerate(zip(panels, rates, strict=True)):
         of_rate = rows[rows.learning_rate == rate]
         runs = stability_table(steps_table(of_rate))
         counts = []
@@ -115,7 +116,8 @@ def survival(rows: pd.DataFrame):
             panel.fill_between(range(len(share)), low, high, step="post", color=colour(baseline), alpha=0.12, lw=0)
             counts.append(len(arm))
             plotted.append(arm.assign(learning_rate=rate))
-        panel.set(xlabel="step", ylim=(-0.03, 1.03))
+        panel.set_ylim(-0.03, 1.03)
+        panel.set_xlabel("step" if number + SIDE_BY_SIDE >= len(rates) else "")  # where no panel stands below
         of_arm = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}"
         about = f"{of_arm} runs per arm, {seeds_text([of_rate.seed.nunique()])}"
         optimizer = "SGD, " if of_rate.varied.str.contains("trainer.optim=sgd").all() else ""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.ticker import EngFormatter, LogLocator
 
@@ -16,10 +17,13 @@ from analysis.intervals import FEWEST
 from analysis.study import verdicts
 from analysis.study.collapses import survival
 from analysis.study.rows import COSINE, MAIN, OTHERS, numbers, of_kind, steps_table
-from analysis.study.verdicts import RIVAL, SMALL, STAGES, judged_sizes
-from analysis.style import PAGE, figure, keep_numbers, legend_below, save
+from analysis.study.verdicts import RESAMPLES, RIVAL, SMALL, STAGES, judged_sizes
+from analysis.style import PAGE, figure, figure_of, keep_numbers, legend_below, save
 from otb.errors import RunError
 
+TITLES = {"C2": "Runs alive", "C3": "Final accuracy", "C4": "Accuracy over tokens"}
+TITLE_LINE = 0.25  # inches of height
+POINTS = 100  # between the points of a curve on a log scale: 4 to 5 % of the tokens from one to the next
 STYLES = ({"marker": "o", "color": "#0072B2"}, {"marker": "D", "color": "#D55E00", "markerfacecolor": "white"})
 
 
@@ -33,7 +37,7 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
         files = save(noise_over_training(results), folder / f"c1_{file_name(of_task)}", ("png", "pdf"))
         drawn["C1", of_task] = files[0]
     makers: list[tuple[str, str, Callable]] = [
-        ("C3", MAIN, lambda rows: accuracy_by_group_size(steps_table(rows), whole_grid=False)),
+        ("C3", MAIN, lambda rows: accuracy_by_group_size(steps_table(rows), whole_grid=False, resamples=RESAMPLES)),
         ("C4", MAIN, curves_over_tokens),
         ("C2", OTHERS["C2"], lambda rows: survival(verdicts.judged_settings(rows)[0])),
     ]
@@ -44,6 +48,9 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
                 axes = make(part)
             except RunError:  # the tables say which arms are missing
                 continue
+            of_figure = figure_of(axes)
+            of_figure.suptitle(f"{TITLES[claim]} on {task}", fontsize=10)
+            of_figure.set_figheight(of_figure.get_figheight() + TITLE_LINE)
             files = save(axes, folder / f"{claim.lower()}_{file_name(str(task))}", ("png", "pdf"))
             drawn[claim, str(task)] = files[0]
     return drawn
@@ -101,7 +108,8 @@ def noise_over_training(results: pd.DataFrame):
 def curves_over_tokens(rows: pd.DataFrame):
     """Draws held-out accuracy over own tokens: all arms at N = 4, beside them OTB, RLOO and GRPO at every N they have.
 
-    Beside them the tokens are on a log scale that has a place for 0: N = 32 samples eight times the tokens of N = 4.
+    Beside them the tokens are on a log scale that has a place for 0: N = 32 samples eight times the tokens of N = 4. On
+    it what is linear in tokens, as `analysis.token_consumption` reads curves, is bent, and so they have more points.
 
     Returns:
         The two axes.
@@ -112,7 +120,13 @@ def curves_over_tokens(rows: pd.DataFrame):
         raise RunError(f"Means are drawn of {FEWEST} seeds and more: a panel would be empty.")
     _, axes = figure(2, PAGE, 2.6, sharey=True)
     what = ("evaluation_accuracy", "own_tokens_total")
-    plotted = [draw_curves(axes[0], small, *what, seed_lines=False), draw_curves(axes[1], rivals, *what)]
+    first = min(float(numbers(cell)[1]) for cell in rows.evaluation_own_tokens_total)  # evaluated after the start
+    last = float(rivals.own_tokens_total.max())
+    between = np.geomspace(first, last, POINTS)
+    plotted = [
+        draw_curves(axes[0], small, *what, seed_lines=False),
+        draw_curves(axes[1], rivals, *what, also_at=between),
+    ]
     styles = zip(sorted(set(rivals.group_size)), ("solid", "dashed"), strict=False)
     sizes = " and ".join(f"{size} ({style})" for size, style in styles)
     for ax, arms in zip(axes, ("N = 4, all arms", f"N = {sizes}"), strict=True):
@@ -121,9 +135,7 @@ def curves_over_tokens(rows: pd.DataFrame):
     for line in axes[1].get_lines():  # the legend has the arms of N = 4 once
         if ", N=4 " in str(line.get_label()):
             line.set_label("_")
-    first = min(float(numbers(cell)[1]) for cell in rows.evaluation_own_tokens_total)  # evaluated after the start
     axes[1].set_xscale("symlog", linthresh=first, linscale=0.3)
-    last = float(rivals.own_tokens_total.max())
     axes[1].set_xticks([0, *(at for at in LogLocator(subs=(1, 2, 5)).tick_values(first, last) if first <= at <= last)])
     axes[1].minorticks_off()
     axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -14,6 +14,7 @@ from otb.files import write_atomically
 from otb.laboratory.statistics import MOMENTS, estimator_statistics
 
 POLICY = ("task", "seed", "stage")  # seed: of the warm start
+RESAMPLES = 20_000  # of intervals over prompts
 POSITIVE = ("noise", "relative_noise", "over_probe")  # statistics
 COLUMNS = (*POLICY, "prompt", "estimator", "group_size", *MOMENTS)
 
@@ -53,8 +54,8 @@ def relative_noise(rows: pd.DataFrame) -> pd.DataFrame:
         by_prompt = part.groupby(["estimator", "group_size", "prompt"], sort=False)[list(MOMENTS)]
         if (by_prompt.size() != policies).any():
             raise RunError(f"The policies of C1 on {task} at {stage} were not measured on the same prompts.")
-        found = stretched(estimator_statistics(by_prompt.mean().reset_index()))
-        alone = pd.concat([estimator_statistics(policy) for _, policy in part.groupby("seed")])
+        found = stretched(estimator_statistics(by_prompt.mean().reset_index(), resamples=RESAMPLES))
+        alone = pd.concat([estimator_statistics(policy, resamples=0) for _, policy in part.groupby("seed")])
         by_policy = alone.groupby(["estimator", "group_size"]).relative_noise.agg(tuple).rename("by_policy")
         found = found.assign(task=str(task), stage=str(stage), policies=policies)
         parts.append(found.join(by_policy, on=["estimator", "group_size"]))

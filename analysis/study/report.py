@@ -21,7 +21,7 @@ from analysis.study.methods import write_methods
 from analysis.study.noise import relative_noise
 from analysis.study.rates import SEARCH, chosen, scores
 from analysis.study.rows import BESIDE_C2, FIXED, MAIN, OTHERS, REAL, numbers, of_kind, read, steps_table
-from analysis.study.verdicts import Comparison, Runs
+from analysis.study.verdicts import RESAMPLES, Comparison, Runs
 from otb.errors import RunError
 
 HEAD = """\
@@ -34,13 +34,14 @@ finished run has a row (a commit with + had uncommitted changes); `make study` r
 another model. What stands below the tables is written by hand ([comments](comments.md)). Why there is a long task:
 [arithmetic_long](arithmetic_long.md).
 
-Intervals are 95 % ([analysis.md](../analysis.md)). Estimates are, for C1, ratios of sums over the prompts of three
-policies, with intervals over prompts that say nothing of a fourth policy; for C2, differences of shares of runs
-(Newcombe); for C3, interquartile means of the differences of final accuracies, paired by seed (not the differences of
-the arms' own means in the tables of arms), and the probability of improvement, unpaired; for C4, one minus the ratio
-of the mean tokens to the target, paired by seed. All runs of C2 to C4 start from one policy and are evaluated on the
-same held-out prompts (128; tools: 64), on which rates were chosen too, so that intervals say nothing of other
-policies or prompts. Comparisons that speak no verdict are not corrected for their number.
+Intervals are 95 % ([analysis.md](../analysis.md)), of 100,000 resamples (C1: 20,000). Estimates are, for C1, ratios
+of sums over the prompts of three policies, with intervals over prompts that say nothing of a fourth policy; for C2,
+differences of shares of runs (Newcombe); for C3, interquartile means of the differences of final accuracies, paired
+by seed (not the differences of the arms' own means in the tables of arms), and the probability of improvement,
+unpaired; for C4, one minus the ratio of the mean tokens to the target, paired by seed. All runs of C2 to C4 start
+from one policy and are evaluated on the same held-out prompts (128; tools: 64), on which rates were chosen too, so
+that intervals say nothing of other policies or prompts. Comparisons that speak no verdict are not corrected for their
+number.
 """
 COMMANDS = {  # {0}: what the names of a task's recipes end with
     "C1": "python experiments/study.py claim_c1{0}",
@@ -216,13 +217,13 @@ def arms_table(rows: pd.DataFrame) -> str:
     rows: of one task.
     """
     finals = final_accuracy(steps_table(rows)).set_index("run").final
-    shown = []
+    shown, mean = [], partial(np.mean, axis=0)
     for baseline, size, _, part in by_arm(rows):
         lengths = np.array([numbers(cell)[[0, -1]] for cell in part.evaluation_response_length_mean])
         arm = {"arm": label(baseline, size), "learning rate": ", ".join(f"{x:g}" for x in part.learning_rate.unique())}
-        arm["final accuracy"] = str(bootstrap([finals[part.key]], iqm, bounds=(0, 1)))
+        arm["final accuracy"] = str(bootstrap([finals[part.key]], iqm, resamples=RESAMPLES, bounds=(0, 1)))
         arm["mean response length, start"] = f"{lengths[:, 0].mean():.3g}"
-        arm["mean response length, end"] = str(bootstrap([lengths[:, 1]], partial(np.mean, axis=0)))
+        arm["mean response length, end"] = str(bootstrap([lengths[:, 1]], mean, resamples=RESAMPLES))
         arm["own tokens of a run"] = f"{np.mean([numbers(cell)[-1] for cell in part.own_tokens_total]):,.0f}"
         shown.append(arm)
     return markdown_table(pd.DataFrame(shown))

@@ -23,6 +23,7 @@ from otb.errors import RunError
 
 OURS, RIVAL, SMALL, LARGE = "otb", "rloo", 4, 32
 SEEDS = 10  # of each arm, below which there is no verdict
+RESAMPLES = 100_000  # of intervals over seeds; of 2,000 the ends that are judged differ by .02 between bootstrap seeds
 STAGES, POLICIES = ("start", "half", "end"), 3  # C1: at which policies are measured, and how many of them
 LESS_NOISE = 0.9  # C1: noise relative to the rival's, below which it is less by an effect worth the name
 MATCHES = 0.02  # C3: not worse by so much accuracy
@@ -191,7 +192,7 @@ def differing(runs: Runs, ours: Arm, theirs: Arm) -> Interval:
     """Returns the difference of final accuracies, paired by seed."""
     if not {ours, theirs} <= runs.finals.keys():
         return NOTHING
-    return difference(runs.finals[ours], runs.finals[theirs])
+    return difference(runs.finals[ours], runs.finals[theirs], resamples=RESAMPLES)
 
 
 def improvement_text(runs: Runs, ours: Arm, theirs: Arm) -> str:
@@ -203,7 +204,8 @@ def improvement_text(runs: Runs, ours: Arm, theirs: Arm) -> str:
 
 def better_text(ours: dict[int, float], theirs: dict[int, float]) -> str:
     """Returns the probability of improvement in words. ours, theirs: seed -> final accuracy."""
-    return f"probability of improvement {improvement(list(ours.values()), list(theirs.values()))}"
+    better = improvement(list(ours.values()), list(theirs.values()), resamples=RESAMPLES)
+    return f"probability of improvement {better}"
 
 
 def tokens_saved(runs: Runs) -> list[Comparison]:
@@ -230,7 +232,7 @@ def tokens_saved(runs: Runs) -> list[Comparison]:
     target = TARGETS[0] * runs.best_final
     if {ours, large} <= runs.finals.keys():
         what = f"{named(ours)} against {named(large)}, to {TARGETS[0]:.0%} of the best, by medians"
-        medians = median_saving(runs.consumption(ours, target), runs.consumption(large, target))
+        medians = median_saving(runs.consumption(ours, target), runs.consumption(large, target), resamples=RESAMPLES)
         comparisons.append(Comparison("C4", runs.task, what, medians, "", ""))
     at_small = [arm for arm in others if arm[1] == SMALL]
     for arm, rival in [(small, large), *((arm, rival) for rival in (small, ours) for arm in at_small)]:
@@ -259,11 +261,11 @@ def rollouts_divided(wide: Runs, deep: Runs) -> list[Comparison]:
         many, few = (baseline, SMALL), (baseline, LARGE)
         what = f"{label(baseline)}: final accuracy, N={SMALL} minus N={LARGE}"
         lacks = "" if min(len(wide.finals[many]), len(deep.finals[few])) >= SEEDS else f"fewer than {SEEDS} seeds"
-        ends = difference(wide.finals[many], deep.finals[few])
+        ends = difference(wide.finals[many], deep.finals[few], resamples=RESAMPLES)
         why = "; ".join(filter(None, [lacks, better_text(wide.finals[many], deep.finals[few])]))
         comparisons.append(Comparison(FIXED, wide.task, what, ends, "", why))
         what = f"{label(baseline)}: tokens saved to {target:.3f}, N={SMALL} against N={LARGE}"
-        effect = saving(wide.consumption(many, target), deep.consumption(few, target))
+        effect = saving(wide.consumption(many, target), deep.consumption(few, target), resamples=RESAMPLES)
         censored = censored_text((wide, many), (deep, few), target)
         comparisons.append(Comparison(FIXED, wide.task, what, effect, "", "; ".join(filter(None, [lacks, censored]))))
     return comparisons
@@ -293,7 +295,7 @@ def saved(runs: Runs, ours: Arm, theirs: Arm, target: float) -> Interval:
     """Returns the share of their tokens to the target that ours saves."""
     if not {ours, theirs} <= runs.finals.keys():
         return NOTHING
-    return saving(runs.consumption(ours, target), runs.consumption(theirs, target))
+    return saving(runs.consumption(ours, target), runs.consumption(theirs, target), resamples=RESAMPLES)
 
 
 def censored_text(ours: tuple[Runs, Arm], theirs: tuple[Runs, Arm], target: float) -> str:
@@ -309,9 +311,10 @@ def censored_text(ours: tuple[Runs, Arm], theirs: tuple[Runs, Arm], target: floa
     limit = horizon(*reaching.values())
     for name, arm in reaching.items():
         if arm.reached.any() and not arrives(arm, limit):
-            cut = f"cut off at {limit / 1e3:.0f}k tokens, before any run of {name} gets there"
-            found.append(cut + (": a lower bound" if name == named(theirs[1]) else ""))
-    return ", ".join(found) or "no run censored"
+            found.append(f"cut off at {limit / 1e3:.0f}k tokens, before any run of {name} gets there")
+    measured = any(arm.reached.any() for arm in reaching.values())  # else nothing is said, and nothing bounded
+    bound = ": a lower bound" if measured and is_lower_bound(*reaching.values()) else ""
+    return (", ".join(found) or "no run censored") + bound
 
 
 def collapses(rows: pd.DataFrame) -> list[Comparison]:

@@ -10,11 +10,12 @@ RESAMPLES = 4000
 TAIL = 0.025  # left out at each end of a 95 % interval
 
 
-def estimator_statistics(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
+def estimator_statistics(table: pd.DataFrame, seed: int = 0, resamples: int = RESAMPLES) -> pd.DataFrame:
     """Returns a row per estimator and group size, with 95 % bootstrap intervals over prompts (`_low`, `_high`).
 
     table: a row per prompt, estimator and group_size with MOMENTS. All estimators are resampled together, so that the
-    ratios are paired. With sums over prompts and c = overlap / truth, the estimator's scale:
+    ratios are paired. resamples: their number; with 0 there are no intervals.
+    With sums over prompts and c = overlap / truth, the estimator's scale:
         variance           power - signal, mean over prompts
         noise              variance / (c^2 truth): noise-to-signal once the estimator is divided by its scale
         relative_noise     noise over that of rloo at the same group size
@@ -27,11 +28,11 @@ def estimator_statistics(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     NaN: the estimate of a denominator is not positive. KeyError: a prompt is missing for an estimator.
     """
     prompts = np.sort(table.prompt.unique())
-    draws = np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), RESAMPLES)
+    draws = np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), resamples)
     weights = np.vstack([np.ones(len(prompts), dtype=int), draws])  # the first row is the sample itself
     rows, noises = [], {}
     for (estimator, size), part in table.groupby(["estimator", "group_size"], sort=False):
-        sums = weights @ part.set_index("prompt").loc[prompts, list(MOMENTS)].to_numpy()  # (1 + RESAMPLES, 4)
+        sums = weights @ part.set_index("prompt").loc[prompts, list(MOMENTS)].to_numpy()  # (1 + resamples, 4)
         columns = statistics(dict(zip(MOMENTS, sums.T, strict=True)), len(prompts))
         noises[estimator, size] = columns["noise"]
         if "energy" in part and part.energy.notna().any():
