@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from otb.errors import RunError, unwritable
-from otb.files import sync_file, sync_tree, write_atomically
+from otb.files import sync_file, sync_tree, write_atomically, write_once
 
 
 def read_rows(path: Path) -> Iterator[dict]:
@@ -73,7 +73,7 @@ class RunDirectory:
     def run_id(self) -> str:
         """Returns eight characters that name this run at a tracker: kept by a resume, new after overwrite=true."""
         if not self.run_id_file.exists():
-            write_atomically(self.run_id_file, secrets.token_hex(4))
+            write_once(self.run_id_file, secrets.token_hex(4))  # every process of a run asks, at about the same time
         return self.run_id_file.read_text(encoding="utf8").strip()
 
     def evaluation_samples(self, step: int) -> Path:
