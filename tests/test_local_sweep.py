@@ -11,6 +11,7 @@ import pytest
 
 from experiments.hardware import visible_gpus
 from experiments.run_lock import is_alive, read_lock
+from experiments.sweeps.local import LocalSweep
 from experiments.sweeps.preloaded import Preloaded
 from tests.support import commands
 from tests.support.commands import ROOT, arguments, run_command_line, wait_for, without_times
@@ -90,6 +91,19 @@ def test_waiting_for_nothing_is_refused_where_no_queue_keeps_the_runs(policy, tm
     assert done.returncode == 2 and "error: wait=false needs a queue" in done.stderr
     done = sweep(tmp_path / "runs", policy, "hydra.launcher.parallel=0")
     assert done.returncode == 2 and "hydra.launcher.parallel=0 must be a whole number of at least 1" in done.stderr
+
+
+def test_starts_of_a_run_know_their_sweep_and_a_requeued_job_is_one_sweep(tmp_path, monkeypatch):
+    """By it a run knows whether overwrite=true was obeyed."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("OTB_SWEEP", raising=False)
+
+    def name() -> str:
+        return LocalSweep(tmp_path, [], parallel=1, max_restarts=3, overwrite=True).environment["OTB_SWEEP"]
+
+    assert name() and name() != name()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert name() == name() == "7"
 
 
 def test_a_preloaded_process_does_one_run_after_the_other(policy, tmp_path):

@@ -8,6 +8,7 @@ A run that is killed is started again and resumes, up to a limit; one that is re
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -19,7 +20,15 @@ from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
 from experiments.hardware import visible_gpus
-from experiments.run_lock import RESTARTS_VARIABLE, heartbeat_age, is_alive, read_lock, restarts
+from experiments.run_lock import (
+    RESTARTS_VARIABLE,
+    SWEEP_VARIABLE,
+    heartbeat_age,
+    is_alive,
+    read_lock,
+    restarts,
+    started_by,
+)
 from experiments.sweeps.display import SweepDisplay
 from experiments.sweeps.jobs import Job, earlier_jobs, may_restart, reason_in, save_jobs
 from experiments.sweeps.plan import folder_of, plan
@@ -135,6 +144,7 @@ class LocalSweep:
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(self.code), os.getenv("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | share_of(self.slots)
+        environment[SWEEP_VARIABLE] = started_by() or secrets.token_hex(8)  # a requeued job begins no run twice
         environment["HYDRA_FULL_ERROR"] = "1"  # the error is the last line of the log
         return environment
 
@@ -143,7 +153,7 @@ class LocalSweep:
 
     def _start(self, job: Job) -> None:
         slot, log = self.free.pop(), self._log_of(job)
-        own = {RESTARTS_VARIABLE: str(restarts() + job.starts)}  # overwrite=true was obeyed by the first start
+        own = {RESTARTS_VARIABLE: str(restarts() + job.starts)}
         job.starts += 1
         job.save(self.folder)
         position = log.stat().st_size if log.exists() else 0
