@@ -58,6 +58,8 @@ def main(cfg: DictConfig) -> None:
                     refuse_other_processes(RunDirectory(path), cfg, cfg.gpus)
                 if cfg.overwrite or RunDirectory(path).status().get("state") != "finished":
                     check_files(cfg)
+                if "SLURM_JOB_ID" in os.environ:
+                    listen(pass_on=True)
                 start_processes(cfg, __file__, sys.argv[1:])
             check(cfg)
             run(cfg, path, command)
@@ -99,10 +101,7 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
         train_locked(cfg, directory, lock, command, name)
         if is_main:
             report(directory, cfg.steps, with_table=name is None)
-    if "WORLD_SIZE" in os.environ:
-        from experiments.train import wait_for_all_processes
-
-        wait_for_all_processes()  # one that ended earlier could take the first with it, before its report
+    wait_for_the_others()
 
 
 def train_locked(
@@ -120,6 +119,7 @@ def train_locked(
         except Interrupted:
             if lock is not None and may_note(directory, lock):
                 directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps)
+            wait_for_the_others()
             raise
         except BaseException as error:
             if may_note(directory, lock):
@@ -127,6 +127,14 @@ def train_locked(
             if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
                 raise unwritable(Path(error.filename or directory.path), error) from error
             raise
+
+
+def wait_for_the_others() -> None:
+    """Returns when every process of the run is here: one that ended earlier could take the first with it too soon."""
+    if "WORLD_SIZE" in os.environ:
+        from experiments.train import wait_for_all_processes
+
+        wait_for_all_processes()
 
 
 def starts_anew(cfg: DictConfig, directory: RunDirectory) -> bool:
