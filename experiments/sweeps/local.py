@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ from experiments.sweeps.preloaded import Preloaded
 from experiments.sweeps.snapshot import take_snapshot
 from experiments.sweeps.state import Queued, RunState, state_of
 from experiments.threads import share_of
+from experiments.warning_signal import Interrupted, listen, received
 from otb.errors import TRY_AGAIN, RunError
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -111,10 +113,19 @@ class LocalSweep:
         self.running: list[Running] = []
 
     def run(self) -> None:
-        """Returns at the end of the last run. What failed has its reason in its job file."""
+        """Returns at the end of the last run. What failed has its reason in its job file.
+
+        Raises Interrupted after a warning in a SLURM job, when the runs have obeyed it.
+        """
+        if "SLURM_JOB_ID" in os.environ:
+            listen()
+        warned = False
         try:
             with SweepDisplay() as display:
                 while self.waiting or self.running:
+                    if received() and not warned:
+                        warned = True
+                        self._warn()
                     while self.waiting and self.free:
                         self._start(self.waiting.pop(0))
                     time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -132,6 +143,14 @@ class LocalSweep:
             for slot in (*self.free, *(run.slot for run in self.running)):
                 if isinstance(slot, Preloaded):
                     slot.close()
+        if received():
+            raise Interrupted("a warning signal came; the runs that were under way have written checkpoints")
+
+    def _warn(self) -> None:
+        """Passes a warning on to the runs, and leaves those that have not begun to the same command."""
+        self.waiting.clear()
+        for run in self.running:
+            run.process.send_signal(signal.SIGUSR2)
 
     def _states(self) -> list[RunState]:
         # A run is seconds old before its directory is there, and is not missing.
@@ -182,7 +201,7 @@ class LocalSweep:
         job.error = reason_in(log.read_bytes()[position:].decode(errors="replace"))
         if process.returncode < 0:
             job.error = f"killed by signal {-process.returncode}; {job.error}"
-            if may_restart(job, self.max_restarts):
+            if may_restart(job, self.max_restarts) and not received():
                 job.error = None
                 self.waiting.insert(0, job)
         elif process.returncode == TRY_AGAIN:
