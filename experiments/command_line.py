@@ -40,7 +40,7 @@ def exit_codes(after_stop: str) -> Iterator[None]:
         with refusals():
             yield
     except Interrupted as interruption:
-        say_once(f"{interruption}; the same command goes on from it")
+        say_once(f"{interruption}; the same command goes on")
         sys.exit(TRY_AGAIN)
     except KeyboardInterrupt:
         say_once(f"stopped; the same command {after_stop}")

@@ -29,10 +29,12 @@ from experiments.planning.fit import vllm_gpus, vllm_share
 from experiments.planning.step import SAMPLES_HERE
 from experiments.prefetch import MODEL_FILES
 from experiments.threads import check_threads
+from experiments.warning_signal import passes_on, received
 from otb import baselines
 from otb.errors import CRASHED, REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, first_line
 from otb.options import NEUTRAL_SAMPLING, refuse_sampler_dtype
 
+LEAVES_SIGNALS = "--signals-to-handle"  # an option of torchrun: those that it handles, and no others
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # names in CPU_INFO: x86, Intel's matrix units, ARM
 
@@ -349,12 +351,16 @@ def torchrun(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # it tells every end
+    if passes_on() and LEAVES_SIGNALS in run.get_args_parser().format_help():  # torch 2.9
+        words = [LEAVES_SIGNALS, "SIGINT,SIGHUP,SIGQUIT", *words]  # else at SIGTERM it ends the processes within 30 s
     try:
         run.main(words)
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()} - {-signal.SIGTERM}  # those that it ended
+        if passes_on() and received():  # one may not have listened yet, or not have been done when torchrun ended it
+            codes = codes - {-signal.SIGUSR2, -signal.SIGKILL} or {TRY_AGAIN}
         if codes and codes <= {REFUSED, TRY_AGAIN, STOPPED_FROM_KEYBOARD}:
             return min(codes)
         print(error, file=sys.stderr)  # which process it was, and the signal that killed it

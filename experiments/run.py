@@ -27,7 +27,7 @@ from experiments.command_line import CONF, ending_at_once, exit_codes, refusals,
 from experiments.environment import number_of_processes
 from experiments.hardware import check_gpus, check_this_machine, counted, start_processes, starts_processes
 from experiments.identity import difference, run_path, short_name
-from experiments.run_lock import RunLock, held_by_this_run, restarts
+from experiments.run_lock import RunLock, held_by_this_run, restarts, started_by
 from experiments.sweeps.jobs import JobFile, sweep_arguments
 from experiments.warning_signal import Interrupted, listen
 from otb.errors import RunError, unwritable
@@ -58,6 +58,8 @@ def main(cfg: DictConfig) -> None:
                     refuse_other_processes(RunDirectory(path), cfg, cfg.gpus)
                 if cfg.overwrite or RunDirectory(path).status().get("state") != "finished":
                     check_files(cfg)
+                if "SLURM_JOB_ID" in os.environ:
+                    listen(pass_on=True)
                 start_processes(cfg, __file__, sys.argv[1:])
             check(cfg)
             run(cfg, path, command)
@@ -99,10 +101,7 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
         train_locked(cfg, directory, lock, command, name)
         if is_main:
             report(directory, cfg.steps, with_table=name is None)
-    if "WORLD_SIZE" in os.environ:
-        from experiments.train import wait_for_all_processes
-
-        wait_for_all_processes()  # one that ended earlier could take the first with it, before its report
+    wait_for_the_others()
 
 
 def train_locked(
@@ -120,6 +119,7 @@ def train_locked(
         except Interrupted:
             if lock is not None and may_note(directory, lock):
                 directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps)
+            wait_for_the_others()
             raise
         except BaseException as error:
             if may_note(directory, lock):
@@ -129,9 +129,19 @@ def train_locked(
             raise
 
 
+def wait_for_the_others() -> None:
+    """Returns when every process of the run is here: one that ended earlier could take the first with it too soon."""
+    if "WORLD_SIZE" in os.environ:
+        from experiments.train import wait_for_all_processes
+
+        wait_for_all_processes()
+
+
 def starts_anew(cfg: DictConfig, directory: RunDirectory) -> bool:
-    """Tells whether `overwrite=true` applies: to the first start of a run in a sweep or job, not to its restarts."""
-    return cfg.overwrite and restarts() == 0 and directory.config_file.exists()
+    """Tells whether `overwrite=true` applies: not to a restart of what the same sweep or job has begun anew."""
+    if not cfg.overwrite or not directory.config_file.exists():
+        return False
+    return restarts() == 0 or directory.begun_by() != started_by()  # its first start may have ended before it obeyed
 
 
 def step_finished(directory: RunDirectory, cfg: DictConfig) -> int:
@@ -215,6 +225,8 @@ def prepare(directory: RunDirectory, cfg: DictConfig) -> None:
     """Checks again, as another process may have been here before the lock was held, and writes the configuration."""
     step_finished(directory, cfg)
     directory.clear_unfinished()
+    if not directory.config_file.exists():
+        directory.note_beginning(started_by())
     write_atomically(directory.config_file, OmegaConf.to_yaml(cfg, resolve=True))
     directory.write_status("running", step=directory.last_metrics().get("step", 0), steps=cfg.steps)
 

@@ -24,8 +24,10 @@ from otb.errors import RunError, unwritable
 
 HEARTBEAT_SECONDS = 10.0
 DEAD_AFTER_SECONDS = 60.0  # of silence, for a holder on another host
-# How often this run was started before, in its sweep or its job; slurm/job.py and sweeps/local.py set it.
+# How often this run was started before, in its sweep or its job, and a name of that sweep; slurm/job.py and
+# sweeps/local.py set them.
 RESTARTS_VARIABLE = "OTB_RESTARTS"
+SWEEP_VARIABLE = "OTB_SWEEP"
 
 
 class RunLock:
@@ -129,6 +131,11 @@ def held_by_this_run(directory: Path) -> bool:
 def restarts() -> int:
     """Returns how often this run was started before; a job that no launcher of ours made is counted by SLURM."""
     return int(os.environ.get(RESTARTS_VARIABLE) or os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def started_by() -> str | None:
+    """Names the sweep or the job of the user's own that this run is started by, and started again; None without one."""
+    return os.environ.get(SWEEP_VARIABLE) or os.environ.get("SLURM_JOB_ID")
 
 
 def machine() -> str:

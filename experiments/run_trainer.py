@@ -23,6 +23,7 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 from experiments import trackers
+from experiments.data import told_by_the_first
 from experiments.evaluating_trainer import EvaluatingTrainer, Samples
 from experiments.held_out import HeldOut
 from experiments.prompt_sampler import PromptSampler
@@ -359,7 +360,8 @@ class FirstEvaluation(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, *args, **kwargs) -> None:
-        if not any(read_rows(self.trainer.directory.evaluations_file)):
+        # one answer for all processes, as an evaluation gathers: on another host the file may look older
+        if not told_by_the_first(lambda: any(read_rows(self.trainer.directory.evaluations_file))):
             self.trainer.evaluate_held_out()
             self.trainer._step_started = time.perf_counter()
 

@@ -65,6 +65,7 @@ def train(
     """
     quiet_libraries()
     make_deterministic(cfg.deterministic)
+    make_weights_folder(cfg, progress.warm_start)
     arguments = trainer_config(cfg, directory)  # starts the process group of a run of several
     inputs = checked_inputs(cfg, sandbox)
     add_limits(arguments, cfg, inputs)
@@ -210,6 +211,16 @@ def weights_folder(cfg: DictConfig, task, progress: Callable[[int, int, float], 
     model = cfg.model
     recipe = dict(model.get("warm_start") or {})
     return policy_folder(model.name, task, recipe, progress, model.revision, model.get("gguf_file"))
+
+
+def make_weights_folder(cfg: DictConfig, progress: Callable[[int, int, float], None]) -> None:
+    """Makes the folder of weights for several processes, before the trainer's options make them a group.
+
+    In a group transformers writes a model on the first process alone, and under ZeRO-3 and FSDP it loads one in parts,
+    all processes at once. The one that holds the folder's lock would write half of it, or wait for the others for ever.
+    """
+    if "WORLD_SIZE" in os.environ:
+        weights_folder(cfg, build(cfg, "task"), progress)
 
 
 def base_and_adapter(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,5 +75,23 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         with whole(path) as aside:
             aside.write_text(text, encoding="utf8")
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def write_once(path: Path, text: str) -> None:
+    """Writes a file where there is none: of several processes that do, on any host, the first one's text stays.
+
+    Raises RunError.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        try:
+            aside.write_text(text, encoding="utf8")
+            sync_file(aside)
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path)  # creates the whole file or fails, on network file systems too
+        finally:
+            aside.unlink(missing_ok=True)
     except OSError as error:
         raise unwritable(path, error) from error

@@ -6,6 +6,7 @@ status.json         state and progress                  rollouts/          sampl
 checkpoints/        step-00000040/, complete or absent  discarded.jsonl    rows that a resumed run wrote again
 evaluations/        a row per evaluated sample, parquet  lock.json         the process that writes
 run_id              the name of this run at a tracker
+begun_by            the sweep or SLURM job whose first start of the run this is, if any
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from otb.errors import RunError, unwritable
-from otb.files import sync_file, sync_tree, write_atomically
+from otb.files import sync_file, sync_tree, write_atomically, write_once
 
 
 def read_rows(path: Path) -> Iterator[dict]:
@@ -52,6 +53,7 @@ class RunDirectory:
         self.discarded_file = self.path / "discarded.jsonl"
         self.status_file = self.path / "status.json"
         self.run_id_file = self.path / "run_id"
+        self.begun_by_file = self.path / "begun_by"
         self.rollouts = self.path / "rollouts"
         self.evaluations = self.path / "evaluations"
         self.checkpoints = self.path / "checkpoints"
@@ -73,8 +75,20 @@ class RunDirectory:
     def run_id(self) -> str:
         """Returns eight characters that name this run at a tracker: kept by a resume, new after overwrite=true."""
         if not self.run_id_file.exists():
-            write_atomically(self.run_id_file, secrets.token_hex(4))
+            write_once(self.run_id_file, secrets.token_hex(4))  # every process of a run asks, at about the same time
         return self.run_id_file.read_text(encoding="utf8").strip()
+
+    def begun_by(self) -> str | None:
+        """Returns what `note_beginning` was told; None where it was not called."""
+        try:
+            return self.begun_by_file.read_text(encoding="utf8").strip()
+        except FileNotFoundError:
+            return None
+
+    def note_beginning(self, started_by: str | None) -> None:
+        """Keeps the name of the sweep or job that begins this run, by which overwrite=true is known to be obeyed."""
+        if started_by is not None:
+            write_atomically(self.begun_by_file, started_by)
 
     def evaluation_samples(self, step: int) -> Path:
         """Returns the file that holds the samples of an evaluation, whether there is one or not."""

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.run_lock import RESTARTS_VARIABLE
+from experiments.run_lock import RESTARTS_VARIABLE, SWEEP_VARIABLE
 from experiments.sweeps.jobs import Job, load_job, may_restart, reason_in
 from experiments.warning_signal import WARNING_VARIABLE
 from otb.errors import CRASHED, TRY_AGAIN
@@ -126,6 +126,7 @@ class Supervisor:
         facts = {"MASTER_ADDR": first, "MASTER_PORT": str(port), "HYDRA_FULL_ERROR": "1"}  # the error is the last line
         # Unlike SLURM_RESTART_COUNT it counts restarts within a job too. The run's lock and overwrite=true go by it.
         facts[RESTARTS_VARIABLE] = str(self.job.starts - 1)
+        facts[SWEEP_VARIABLE] = self.submission["sweep"]
         facts[WARNING_VARIABLE] = str(self.options["signal_delay_s"])
         return os.environ | facts
 

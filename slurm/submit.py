@@ -58,6 +58,7 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
         if to_send:
             code = str(take_snapshot(folder / ".code"))
             facts = {"options": options, "code": code, "python": sys.executable, "directory": os.getcwd()}
+            facts["sweep"] = secrets.token_hex(8)  # the same where `resend` sends them again
             ids = send(folder, to_send, facts)
     print(
         f"{len(to_send)} of {len(jobs)} runs sent" + (f" as job {', '.join(ids)}" if ids else "")
@@ -100,7 +101,7 @@ def send(folder: Path, jobs: list[Job], submission: dict) -> list[str]:
         submission = submission | {"numbers": [job.number for job in part]}
         for job in part:
             job.submission, job.job = token, None
-            # `starts` stays: overwrite=true was obeyed by the first of them
+            # `starts` stays: what was sent before goes on, whatever overwrite= says
             job.error, job.timeouts, job.kills, job.kills_at = None, 0, 0, -1
         file = folder / "submissions" / f"{token}.json"
         write_atomically(file, json.dumps(submission, indent=1) + "\n")  # first: no job file names what is not there

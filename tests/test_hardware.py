@@ -157,6 +157,30 @@ def test_gpus_starts_the_processes_by_torchrun(machine, monkeypatch):
 )
 def test_several_processes_end_with_the_code_of_those_that_said_why(codes, code, printed, monkeypatch, capsys):
     """What a crash or a kill was stands in torchrun's own report, which ends with no traceback."""
+    assert torchrun_of(codes, monkeypatch) == code
+    said = capsys.readouterr().err
+    assert bool(said) == printed and "Traceback" not in said and ("pid: 1000" in said) == printed
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([75, 75], 75),
+        ([-12, -15], 75),  # SIGUSR2: one did not listen yet, and torchrun ended the other
+        ([-9, 75], 75),  # one was not done after another one's end
+        ([-15, -15], 75),
+        ([1, 75], 1),
+        ([-11, -15], 1),
+    ],
+)
+def test_several_processes_that_a_warning_ends_can_be_started_again(codes, code, monkeypatch):
+    monkeypatch.setattr(hardware, "passes_on", lambda: True)
+    monkeypatch.setattr(hardware, "received", lambda: True)
+    assert torchrun_of(codes, monkeypatch) == code
+
+
+def torchrun_of(codes: list[int], monkeypatch) -> int:
+    """The exit code of torchrun where its processes end with these."""
     failures = {
         rank: ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file="<N/A>")
         for rank, code in enumerate(codes)
@@ -168,9 +192,7 @@ def test_several_processes_end_with_the_code_of_those_that_said_why(codes, code,
             raise ChildFailedError("run.py", failures)
 
     monkeypatch.setattr("torch.distributed.run.main", run)
-    assert hardware.torchrun(["run.py"]) == code
-    said = capsys.readouterr().err
-    assert bool(said) == printed and "Traceback" not in said and ("pid: 1000" in said) == printed
+    return hardware.torchrun(["run.py"])
 
 
 def test_one_of_several_processes_says_why_they_end(monkeypatch, tmp_path, capsys):

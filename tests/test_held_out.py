@@ -12,7 +12,7 @@ from analysis.evaluations import measures, read_run_samples
 from experiments import data
 from experiments.evaluating_trainer import EvaluatingTrainer, Samples
 from experiments.held_out import HeldOut
-from experiments.run_trainer import RunTrainer
+from experiments.run_trainer import FirstEvaluation, RunTrainer
 from otb.errors import RunError
 from otb.records import RunDirectory
 from tests.support import commands
@@ -194,3 +194,15 @@ def test_what_the_first_process_refuses_all_refuse(monkeypatch):
     of_process(monkeypatch, rank=1, told=sent)
     with pytest.raises(RunError, match="3 prompts"):
         data.told_by_the_first(lambda: pytest.fail("the others do nothing"))
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_whether_to_evaluate_before_the_first_step_is_what_the_first_process_sees(measured, monkeypatch, tmp_path):
+    """The second one would find the opposite in the file."""
+    directory, evaluated = RunDirectory(tmp_path), []
+    if not measured:
+        directory.append(directory.evaluations_file, {"step": 0})
+    of_process(monkeypatch, rank=1, told=[measured, None])
+    trainer = SimpleNamespace(directory=directory, evaluate_held_out=lambda: evaluated.append(1))
+    FirstEvaluation(trainer).on_train_begin()
+    assert bool(evaluated) is not measured

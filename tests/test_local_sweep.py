@@ -11,7 +11,9 @@ import pytest
 
 from experiments.hardware import visible_gpus
 from experiments.run_lock import is_alive, read_lock
+from experiments.sweeps.local import LocalSweep
 from experiments.sweeps.preloaded import Preloaded
+from otb.records import RunDirectory
 from tests.support import commands
 from tests.support.commands import ROOT, arguments, run_command_line, wait_for, without_times
 from tests.support.economy import NO_PICTURES
@@ -90,6 +92,40 @@ def test_waiting_for_nothing_is_refused_where_no_queue_keeps_the_runs(policy, tm
     assert done.returncode == 2 and "error: wait=false needs a queue" in done.stderr
     done = sweep(tmp_path / "runs", policy, "hydra.launcher.parallel=0")
     assert done.returncode == 2 and "hydra.launcher.parallel=0 must be a whole number of at least 1" in done.stderr
+
+
+def test_a_warned_local_sweep_stops_its_runs_at_checkpoints_and_goes_on_without_loss(killed, policy, tmp_path):
+    hold, environment = Hold(tmp_path / "hold", "row 3"), {"SLURM_JOB_ID": "7", NO_PICTURES: "1"}
+    given = [*arguments(tmp_path / "runs", model__name=policy, steps=4, checkpoint_every=0, evaluation__every=0), "-m"]
+    given += ["hydra.launcher.parallel=2", "seed=0,1,2", "sweep=s"]
+    command = [sys.executable, str(ROOT / "experiments" / "run.py"), *given]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment | hold.environment
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: len(hold.held()) == 2, process)
+    process.send_signal(signal.SIGUSR2)
+    printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 75, printed
+    assert "a warning signal came; the runs that were under way have written checkpoints; the same command" in printed
+    runs = [RunDirectory(job["run"]) for job in job_files(tmp_path / "runs" / "s")]
+    assert [run.checkpoint_steps() for run in runs] == [[3], [3], []]
+    assert [run.status().get("state") for run in runs] == ["interrupted", "interrupted", None]
+    again = run_command_line(given, **environment)
+    assert again.returncode == 0 and again.stdout.count(": done 4/4") == 3, again.stdout
+    (alone,) = killed[0].glob("*/*seed1*/metrics.jsonl")
+    assert without_times(runs[1].metrics_file) == without_times(alone)
+
+
+def test_starts_of_a_run_know_their_sweep_and_a_requeued_job_is_one_sweep(tmp_path, monkeypatch):
+    """By it a run knows whether overwrite=true was obeyed."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("OTB_SWEEP", raising=False)
+
+    def name() -> str:
+        return LocalSweep(tmp_path, [], parallel=1, max_restarts=3, overwrite=True).environment["OTB_SWEEP"]
+
+    assert name() and name() != name()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert name() == name() == "7"
 
 
 def test_a_preloaded_process_does_one_run_after_the_other(policy, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments import checks
+from experiments.evaluation.evaluator import Evaluator
 from experiments.planning.architectures import architecture_of
+from experiments.train import train
 from otb.errors import RunError
 from otb.policies.models import describe_policy, load_model, model_facts, policy_folder
 from otb.records import RunDirectory
@@ -63,6 +66,36 @@ def test_an_adapter_is_merged_to_the_policy_that_it_makes_of_its_base(policy, ad
     plain = load_model(str(policy), None, "float32")
     assert type(found) is type(plain) and found.state_dict().keys() == plain.state_dict().keys()  # no adapter in it
     assert len(found.generation_config.eos_token_id) > 1  # the base's ends
+
+
+@pytest.mark.parametrize(("command", "model"), [("run", "adapter"), ("run", "tiny"), ("evaluate", "tiny")])
+def test_several_processes_have_a_whole_folder_before_they_are_a_group(command, model, adapter, tmp_path, monkeypatch):
+    """In a group rank 1 would write one without weights, and under ZeRO-3 wait for ever for rank 0 to load, too."""
+    whole = []
+
+    def begin_group(*given, **options):
+        whole.extend(len(load_file(file)) for file in (tmp_path / "cache").glob("*/model.safetensors"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("experiments.train.OTBConfig", begin_group)
+    monkeypatch.setattr("experiments.evaluation.evaluator.OTBConfig", begin_group)
+    for name in ("task_inputs", "trainer_options"):
+        monkeypatch.setattr(f"experiments.evaluation.evaluator.{name}", lambda *given: {})
+    given = (
+        [f"model.name={adapter}"]
+        if model == "adapter"
+        else ["+model.warm_start.steps=1", "+model.warm_start.careful_steps=0"]
+    )
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("config", [*given, "threads=1"])
+    with pytest.raises(KeyboardInterrupt):
+        if command == "run":
+            train(cfg, RunDirectory(tmp_path / "run"), None, [], Mock(), None)
+        else:
+            Evaluator(Mock(cfg=cfg, configurations={"arithmetic": cfg}), None, Mock())
+    assert whole == [35]
 
 
 def test_config_is_the_bases_and_the_tokenizer_the_one_beside_the_adapter_if_there_is_one(policy, adapter):

@@ -181,6 +181,20 @@ def test_run_id_is_kept_by_the_directory_and_is_no_others(tmp_path):
     assert RunDirectory(tmp_path / "b").run_id() != first
 
 
+def test_run_id_of_processes_that_ask_at_the_same_time_is_one(tmp_path, monkeypatch):
+    """A second process asks, and is answered, between the first one's look at the folder and what it writes."""
+    drawn = []
+
+    def drawn_late(digits: int) -> str:
+        monkeypatch.undo()
+        drawn.append(RunDirectory(tmp_path).run_id())
+        return "0123abcd"
+
+    monkeypatch.setattr("otb.records.secrets.token_hex", drawn_late)
+    assert [RunDirectory(tmp_path).run_id()] == drawn
+    assert [path.name for path in tmp_path.iterdir()] == ["run_id"]
+
+
 def test_status_tells_where_a_run_stands(directory):
     assert directory.status() == {}
     directory.write_status("running", step=3, steps=8)

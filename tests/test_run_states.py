@@ -102,12 +102,18 @@ def test_overwrite_moves_the_old_run_aside_and_starts_anew(policy, copied, log):
     assert RunDirectory(run).run_id() != run_id  # a tracker must not write into the old run
 
 
-def test_a_requeued_job_does_not_overwrite_what_its_first_start_did(policy, copied, log):
+@pytest.mark.parametrize(("name", "restarts"), [("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), ("OTB_SWEEP", "OTB_RESTARTS")])
+def test_a_restart_overwrites_what_its_job_or_sweep_has_not_begun_and_nothing_else(name, restarts, policy, copied, log):
+    """The first start may have ended before it obeyed: the finished run that it found is not the one asked for."""
     runs_dir, run = copied
-    given = arguments(runs_dir, model__name=policy, steps=6, overwrite="true")
-    code, printed = commands.run(given, log, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
-    assert code == 0 and "resuming at step 4" in printed
-    assert list(run.parent.iterdir()) == [run]
+    before = contents(run)
+    starts = ((4, "1", "the old run is now"), (4, "2", "nothing to do"), (6, "3", "resuming at step 4"))
+    for steps, count, said in starts:
+        given = arguments(runs_dir, model__name=policy, steps=steps, overwrite="true")
+        code, printed = commands.run(given, log, **{name: "7", restarts: count})
+        assert code == 0 and said in printed, printed
+    (aside,) = (path for path in run.parent.iterdir() if path != run)
+    assert contents(aside) == before
 
 
 def test_another_configuration_is_refused_with_the_difference(policy, copied, log):

@@ -30,7 +30,7 @@ from experiments.progress import Progress
 from experiments.run_lock import RunLock
 from experiments.run_trainer import RESUME_FILES
 from experiments.threads import use_threads
-from experiments.train import described, quiet_libraries
+from experiments.train import described, make_weights_folder, quiet_libraries
 from otb.baselines.none import none
 from otb.errors import RunError
 from otb.files import write_atomically
@@ -84,6 +84,7 @@ class Evaluator:
     def __init__(self, plan: Plan, sandbox: Sandbox | None, progress: EvaluationProgress):
         self.plan, self.progress = plan, progress
         cfg = next(iter(plan.configurations.values()))  # they have one model
+        make_weights_folder(cfg, progress.warm_start)
         self.tokenizer, model_config = described(cfg)
         use_threads(plan.cfg.threads, model_config)
         self.inputs = {

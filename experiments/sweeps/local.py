@@ -8,6 +8,8 @@ A run that is killed is started again and resumes, up to a limit; one that is re
 from __future__ import annotations
 
 import os
+import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +21,15 @@ from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
 from experiments.hardware import visible_gpus
-from experiments.run_lock import RESTARTS_VARIABLE, heartbeat_age, is_alive, read_lock, restarts
+from experiments.run_lock import (
+    RESTARTS_VARIABLE,
+    SWEEP_VARIABLE,
+    heartbeat_age,
+    is_alive,
+    read_lock,
+    restarts,
+    started_by,
+)
 from experiments.sweeps.display import SweepDisplay
 from experiments.sweeps.jobs import Job, earlier_jobs, may_restart, reason_in, save_jobs
 from experiments.sweeps.plan import folder_of, plan
@@ -27,6 +37,7 @@ from experiments.sweeps.preloaded import Preloaded
 from experiments.sweeps.snapshot import take_snapshot
 from experiments.sweeps.state import Queued, RunState, state_of
 from experiments.threads import share_of
+from experiments.warning_signal import Interrupted, listen, received
 from otb.errors import TRY_AGAIN, RunError
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -102,10 +113,19 @@ class LocalSweep:
         self.running: list[Running] = []
 
     def run(self) -> None:
-        """Returns at the end of the last run. What failed has its reason in its job file."""
+        """Returns at the end of the last run. What failed has its reason in its job file.
+
+        Raises Interrupted after a warning in a SLURM job, when the runs have obeyed it.
+        """
+        if "SLURM_JOB_ID" in os.environ:
+            listen()
+        warned = False
         try:
             with SweepDisplay() as display:
                 while self.waiting or self.running:
+                    if received() and not warned:
+                        warned = True
+                        self._warn()
                     while self.waiting and self.free:
                         self._start(self.waiting.pop(0))
                     time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -123,6 +143,14 @@ class LocalSweep:
             for slot in (*self.free, *(run.slot for run in self.running)):
                 if isinstance(slot, Preloaded):
                     slot.close()
+        if received():
+            raise Interrupted("a warning signal came; the runs that were under way have written checkpoints")
+
+    def _warn(self) -> None:
+        """Passes a warning on to the runs, and leaves those that have not begun to the same command."""
+        self.waiting.clear()
+        for run in self.running:
+            run.process.send_signal(signal.SIGUSR2)
 
     def _states(self) -> list[RunState]:
         # A run is seconds old before its directory is there, and is not missing.
@@ -135,6 +163,7 @@ class LocalSweep:
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(self.code), os.getenv("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | share_of(self.slots)
+        environment[SWEEP_VARIABLE] = started_by() or secrets.token_hex(8)  # a requeued job begins no run twice
         environment["HYDRA_FULL_ERROR"] = "1"  # the error is the last line of the log
         return environment
 
@@ -143,7 +172,7 @@ class LocalSweep:
 
     def _start(self, job: Job) -> None:
         slot, log = self.free.pop(), self._log_of(job)
-        own = {RESTARTS_VARIABLE: str(restarts() + job.starts)}  # overwrite=true was obeyed by the first start
+        own = {RESTARTS_VARIABLE: str(restarts() + job.starts)}
         job.starts += 1
         job.save(self.folder)
         position = log.stat().st_size if log.exists() else 0
@@ -172,7 +201,7 @@ class LocalSweep:
         job.error = reason_in(log.read_bytes()[position:].decode(errors="replace"))
         if process.returncode < 0:
             job.error = f"killed by signal {-process.returncode}; {job.error}"
-            if may_restart(job, self.max_restarts):
+            if may_restart(job, self.max_restarts) and not received():
                 job.error = None
                 self.waiting.insert(0, job)
         elif process.returncode == TRY_AGAIN:

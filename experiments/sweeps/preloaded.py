@@ -22,6 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from experiments.warning_signal import SIGNALS, Interrupted, listen
+from otb.errors import TRY_AGAIN
+
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -58,6 +61,10 @@ class Preloaded:
             raise subprocess.TimeoutExpired(self.process.args, timeout)
         return code
 
+    def send_signal(self, number: int) -> None:
+        """Sends a warning to the run, or ends the process that has none yet."""
+        self.process.send_signal(number)
+
     def terminate(self) -> None:
         """Sends SIGTERM to the run, or to the process that has none yet."""
         self.process.terminate()
@@ -76,7 +83,9 @@ class Preloaded:
 
 
 def serve() -> NoReturn:
-    """Does the run of each line of stdin in a fork, and answers with its exit code."""
+    """Does the run of each line of stdin in a fork, and answers with its exit code. Raises Interrupted between runs."""
+    if "SLURM_JOB_ID" in os.environ:
+        listen(pass_on=True)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints when it is imported answers nothing
     import_all()
@@ -88,6 +97,8 @@ def serve() -> NoReturn:
         print_to(log)  # what goes wrong with a fork is told where its run would
         if (run := os.fork()) == 0:
             signal.signal(signal.SIGINT, ctrl_c)
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)  # until the run itself listens
             answers.close()
             end_with(server)
             do(overrides, environment)
@@ -157,4 +168,7 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve()
+    try:
+        serve()
+    except Interrupted:
+        leave(TRY_AGAIN)
