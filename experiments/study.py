@@ -39,7 +39,9 @@ RUNS = "runs/study"
 RESTARTS = 3  # of a run that is killed, in a row without a new checkpoint
 MEASURED = ("claim_c1", "claim_c1_tools", "claim_c1_long")  # whose rows are measurements of policies, not runs
 MEASURED_REAL, TRAINED_REAL = "claim_c1_real", "claim_c3_c4_real"  # both start from one supervised pass
-QUICK = {"claim_c3_c4": 2, "claim_c3_c4_32": 2, "claim_c1": 1, "claim_c2": 1}  # seeds: half an hour on two cores
+# Seeds of the quick form, half an hour on two cores: an interval takes three. Its arms are those that verdicts compare.
+QUICK = {"claim_c3_c4": 3, "claim_c3_c4_32": 3, "claim_c1": 1, "claim_c2": 3}
+QUICK_ARMS = ("otb", "rloo")
 RECIPES = (  # in the order in which they are run
     *("claim_rates", "claim_rates_low", "claim_c3_c4", "claim_rates_32", "claim_c3_c4_32"),
     *("claim_c1", "claim_fixed_rollouts"),
@@ -60,11 +62,13 @@ def study(
     made: Path | None,
     folder: Path,
     real_model: Sequence[str] = (),
+    arms: Sequence[str] | None = None,
 ) -> None:
     """Runs what the rows in `folder` lack of each recipe. Raises RunError.
 
-    recipes: name -> seeds of each arm, the first so many, or None for all. made: a folder of runs whose rows are added;
-    nothing is run. real_model: overrides that say where the real model's weights are, if not on the hub.
+    recipes: name -> seeds of each arm, the first so many, or None for all. arms: baselines, or None for all.
+    made: a folder of runs whose rows are added; nothing is run. real_model: overrides that say where the real model's
+    weights are, if not on the hub.
     """
     check_parallel(parallel)
     for recipe, seeds in recipes.items():
@@ -79,7 +83,7 @@ def study(
             if made is None:
                 measure_real(list(real_model), parallel, file, Path(RUNS))
             continue
-        keys = keys_of(recipe, seeds)
+        keys = keys_of(recipe, seeds, arms)
         asked = {key: varied_by(run) for key, run in keys.items()}
         if not keys.keys() <= rows.keys_in(file):  # a killed command may have left runs without a row
             rows.collect(made or Path(RUNS), asked, file)
@@ -89,12 +93,12 @@ def study(
             warm_start_real(list(real_model), Path(RUNS))
         if made is None and missing:
             run(recipe, missing, parallel, partial(rows.collect, asked=asked, file=file))
-        searched = recipe.startswith(SEARCH) and seeds is None and keys.keys() <= rows.keys_in(file)
+        searched = recipe.startswith(SEARCH) and seeds is None and arms is None and keys.keys() <= rows.keys_in(file)
         if searched and folder == ROWS:  # the recipes that follow read their rates from it
             write_rates(sorted(folder.glob(f"{SEARCH}*.csv")))
 
 
-def keys_of(recipe: str, seeds: int | None) -> dict[str, list[str]]:
+def keys_of(recipe: str, seeds: int | None, arms: Sequence[str] | None = None) -> dict[str, list[str]]:
     """Returns key -> overrides of the runs of a recipe, seed by seed: what is there at any moment is balanced.
 
     Raises RunError where the learning rate of an arm has not been searched for.
@@ -102,7 +106,7 @@ def keys_of(recipe: str, seeds: int | None) -> dict[str, list[str]]:
     with composing(recipe) as (loader, sweep):
         composer = Composer(loader, sweep)
         keys = {}
-        for run in runs_of(sweep, recipe, seeds):
+        for run in runs_of(sweep, recipe, seeds, arms):
             cfg = composer.compose(run)
             check_learning_rate(cfg)
             keys[rows.key_of(OmegaConf.to_container(cfg, resolve=True))] = run
@@ -141,8 +145,8 @@ def new_folder_of(sweep: DictConfig) -> Path:
     return folder
 
 
-def runs_of(sweep: DictConfig, recipe: str, seeds: int | None) -> list[list[str]]:
-    """Returns the overrides of each run of a recipe, seed by seed."""
+def runs_of(sweep: DictConfig, recipe: str, seeds: int | None, arms: Sequence[str] | None = None) -> list[list[str]]:
+    """Returns the overrides of each run of a recipe, seed by seed. arms: baselines of a swept axis, or None for all."""
     params = OmegaConf.to_container(sweep.hydra.sweeper.params)
     overrides = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in params.items()])
     (batch,) = Sweeper.split_arguments(overrides, None)
@@ -151,8 +155,13 @@ def runs_of(sweep: DictConfig, recipe: str, seeds: int | None) -> list[list[str]
         return next(int(override.partition("=")[2]) for override in run if override.split("=")[0].endswith("seed"))
 
     of_seeds = sorted({seed_of(run) for run in batch})[:seeds]
-    chosen = [run for run in batch if seed_of(run) in of_seeds]
+    chosen = [run for run in batch if seed_of(run) in of_seeds and (arms is None or of_arms(run, arms))]
     return [[f"experiment={recipe}", f"runs_dir={RUNS}", *run] for run in sorted(chosen, key=seed_of)]
+
+
+def of_arms(run: list[str], arms: Sequence[str]) -> bool:
+    """Returns whether a run's baseline, where its recipe sweeps it, is one of `arms`."""
+    return all(override.partition("=")[2] in arms for override in run if override.startswith("baseline="))
 
 
 def command_line(arguments: list[str]) -> None:
@@ -160,7 +169,7 @@ def command_line(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python experiments/study.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)}; none: all")
     parser.add_argument("--seeds", type=int, help="of each arm the first so many alone: wide intervals, soon")
-    parser.add_argument("--quick", action="store_true", help="what speaks the verdicts, with one or two seeds")
+    parser.add_argument("--quick", action="store_true", help="what the verdicts compare, with one or three seeds")
     parser.add_argument("--parallel", type=int, help="runs at a time; by default one per core")
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="add the rows of these runs; run nothing")
     parser.add_argument("--rows", type=Path, default=ROWS, help="folder of the csv files")
@@ -185,7 +194,8 @@ def command_line(arguments: list[str]) -> None:
             if recipe not in RECIPES:
                 raise RunError(f"{recipe} is no recipe of the study. Known: {', '.join(RECIPES)}.")
         asked = QUICK if options.quick else dict.fromkeys(options.recipes or RECIPES, options.seeds)
-        study(asked, options.parallel, options.collect, options.rows, options.real_model)
+        arms = QUICK_ARMS if options.quick else None
+        study(asked, options.parallel, options.collect, options.rows, options.real_model, arms)
 
 
 if __name__ == "__main__":

@@ -663,6 +663,15 @@ def test_a_recipe_whose_rates_were_not_searched_for_is_refused_with_the_search_t
         study.keys_of("claim_c3_c4", seeds=1)
 
 
+def test_the_quick_form_runs_the_arms_that_verdicts_compare_with_the_seeds_that_an_interval_takes():
+    assert study.QUICK_ARMS == (verdicts.OURS, verdicts.RIVAL)
+    keys = {recipe: study.keys_of(recipe, seeds, study.QUICK_ARMS) for recipe, seeds in study.QUICK.items()}
+    asked = {recipe: list(runs.values()) for recipe, runs in keys.items()}
+    assert [len(runs) for runs in asked.values()] == [6, 3, 1, 36]
+    for recipe in ("claim_c3_c4", "claim_c3_c4_32", "claim_c2"):
+        assert {run[-1] for run in asked[recipe]} == {"seed=0", "seed=1", "seed=2"}
+
+
 def test_the_quick_form_speaks_every_verdict_that_runs_speak(capsys):
     assert {*report.OTHERS.values(), report.MAIN} - {"claim_fixed_rollouts", "claim_c2_updates"} <= study.QUICK.keys()
     assert study.QUICK.keys() <= set(study.RECIPES)

@@ -179,7 +179,7 @@ class OwnLogProbs(OTBTrainer):
         )[0]
         self._mtp.seen = [(log_probs, log_probs)]
         of_head, _ = self._mtp.loss(inputs, response_mask(inputs))
-        self.losses.append((float(of_head), float(loss)))
+        self.losses.append((float(of_head.detach()), float(loss.detach())))
         return loss
 
     losses: list = []
