@@ -83,12 +83,12 @@ class EvaluatingTrainer(ToolTrainer):
         was_training = self.model.training
         logs_before = copy.deepcopy(self._logs)  # TRL's completions table is that of training
         self.model.eval()
-        self._set(options)
+        vars(self).update(options)
         try:
             with torch.no_grad():
                 yield
         finally:
-            self._set(before)
+            vars(self).update(before)
             self.model.train(was_training)
             self._metrics["eval"].clear()
             self._seconds.clear()

@@ -32,10 +32,10 @@ from experiments.run_lock import RunLock
 from experiments.warning_signal import Interrupted, received
 from otb.baselines import Baseline
 from otb.errors import RunError, unwritable
-from otb.improving_trainer import STATE as IMPROVEMENT_STATE
+from otb.improvement_update import STATE as IMPROVEMENT_STATE
 from otb.metric_names import METRICS
 from otb.records import RunDirectory, read_rows, sample_step
-from otb.rollouts import RolloutGroups
+from otb.method import Step
 from otb.trainer import BASELINE_STATE, TOKEN_WEIGHTS_STATE, GRPOTrainer
 
 TRL_NAMES = {  # TRL's names of what it measures -> ours
@@ -207,16 +207,16 @@ class RunTrainer(EvaluatingTrainer):
         self._append(self.directory.metrics_file, row)
         self.on_step(row)
 
-    def _log_rollouts(self, rollouts: RolloutGroups, baseline, advantages: Tensor, output: dict) -> None:
-        super()._log_rollouts(rollouts, baseline, advantages, output)
-        value = baseline.value if isinstance(baseline, Baseline) else baseline
+    def _log_rollouts(self, step: Step) -> None:
+        super()._log_rollouts(step)
+        value = step.baseline.value if isinstance(step.baseline, Baseline) else step.baseline
         self._last_rollouts = {
-            "rollouts": rollouts,
-            "baseline": value.expand(advantages.shape),
-            "advantages": advantages,
-            "log_probs": self._log_probs,
+            "rollouts": step.rollouts,
+            "baseline": value.expand(step.advantages.shape),
+            "advantages": step.advantages,
+            "log_probs": step.log_probs,
             "endings": self._endings,
-            "output": output,
+            "output": step.output,
         }
 
     # ---- a loss or gradient that is not finite ends the run before it reaches the weights

@@ -7,10 +7,12 @@ tells a `GradientNoise` what happens in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from otb.method import Method, Step
 
 ROW = "row"  # the key under which `number_rows` leaves each row's place
 
@@ -36,71 +38,58 @@ def verl_noise(verl_power: float, gradient_norm: float, rollouts: int) -> float:
     return (verl_power - gradient_norm**2) / max(1, rollouts - 1)
 
 
-class GradientNoise:
-    """Measures the gradient noise of every optimizer step of a trainer, which calls the methods in this order.
-
-    `number_rows` and `regroup` undo TRL's shuffle, once per generation of rollouts. `start` and `after_micro_batch`
-    surround each backward pass. `measured` closes the step.
-    """
+class GradientNoise(Method):
+    """Measures the gradient noise of every optimizer step on micro-batches of whole prompt groups."""
 
     def __init__(self) -> None:
         self._norms: BackwardNorms | None = None  # from the first backward pass on
         self._squares: list[Tensor] = []  # squared gradient norms of the micro-batches since the last optimizer step
 
-    def number_rows(self, output: dict) -> None:
-        """Numbers the rollouts of a generation, before TRL shuffles them. Raises ValueError for rows with images."""
-        if "pixel_values" in output:
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        trainer._refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
+
+    def finish(self, step: Step) -> None:
+        """Numbers the rollouts before TRL shuffles them. Raises ValueError for rows with images."""
+        if "pixel_values" in step.output:
             raise ValueError(
                 "measure_gradient_noise=True puts the rollouts of a prompt group together again, and the rows of "
                 "pixel_values are patches, not rollouts. Use measure_gradient_noise=False."
             )
-        output[ROW] = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
+        ids = step.output["completion_ids"]
+        step.output[ROW] = torch.arange(len(ids), device=ids.device)
 
-    def regroup(self, batches: list[dict]) -> list[dict]:
-        """Returns the micro-batches of a generation with their rows in the order of `number_rows`.
+    def batches(self, batches: list[dict]) -> list[dict]:
+        """Puts prompt groups together again: micro-batches which share a group are not independent."""
+        return whole_groups(batches, torch.cat([batch.pop(ROW) for batch in batches]))
 
-        A group's baseline is made of its own rollouts, so that micro-batches which share a group are not independent.
-        """
-        order = torch.cat([batch.pop(ROW) for batch in batches])
-        return whole_groups(batches, order)
-
-    def start(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Counts what the next backward pass adds to the gradients of the model."""
+    def before_micro_batch(self) -> None:
+        accelerator = self.trainer.accelerator
         if self._norms is None:
-            self._norms = BackwardNorms(model.parameters())
-        self._norms.start(device)
+            self._norms = BackwardNorms(accelerator.unwrap_model(self.trainer.model).parameters())
+        self._norms.start(accelerator.device)
 
     def after_micro_batch(self) -> None:
-        """Keeps the squared gradient norm of the micro-batch that `start` began."""
-        assert self._norms is not None, "start comes before after_micro_batch"
+        assert self._norms is not None, "before_micro_batch comes first"
         self._squares.append(self._norms.take())
 
-    def measured(
-        self,
-        norm: float,
-        rollouts: int,
-        group_size: int,
-        verl_power: float | None,
-        gather: Callable[[Tensor], Tensor],
-    ) -> dict[str, float]:
-        """Returns gradient_noise and gradient_signal of the step, and verl_noise where verl's power is known.
-
-        Args:
-            norm: of the step's gradient over all processes, before clipping.
-            rollouts: of a micro-batch.
-            verl_power: the metric of this name, of the same step.
-            gather: collects a tensor (n,) of each process -> (processes x n,).
-        """
+    def gradient(self, norm):
+        trainer, metrics = self.trainer, self.trainer._metrics["train"]
         squares, self._squares = torch.stack(self._squares), []
         count = len(squares)  # the loss of a micro-batch is divided by it: `squares` are of gradients / count
-        squares = gather(squares)
+        squares = trainer.accelerator.gather(squares)
+        rollouts, group_size = trainer.args.per_device_train_batch_size, trainer.num_generations
         noise, signal = noise_and_signal(
-            float(squares.mean()) * count**2, norm**2, rollouts // group_size, len(squares) * rollouts // group_size
+            float(squares.mean()) * count**2,
+            float(norm) ** 2,
+            rollouts // group_size,
+            len(squares) * rollouts // group_size,
         )
         measured = {"gradient_noise": noise, "gradient_signal": signal}
-        if verl_power is not None:
-            measured["verl_noise"] = verl_noise(verl_power, norm, len(squares) * rollouts)
-        return measured
+        if "verl_power" in metrics:
+            measured["verl_noise"] = verl_noise(metrics["verl_power"][-1], float(norm), len(squares) * rollouts)
+        trainer._log(measured)
+        return norm
 
 
 class BackwardNorms:

@@ -1,72 +1,41 @@
 """OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`.
 
-No method of TRL is copied. Those below are extended: each does its part and calls the next class by super(). A training
-step of a run goes through eight classes: Run (experiments.run_trainer.RunTrainer) > Tool
-(otb.tool_rollouts.ToolTrainer) > OTB (OTBTrainer, here) > Measuring (otb.measuring_trainer.MeasuringTrainer) > Lean
-(otb.lean_trainer.LeanTrainer) > Improving (otb.improving_trainer.ImprovingTrainer) > GRPO (trl.GRPOTrainer) > HF
-(transformers.Trainer). The order of one step, each line with the classes that take part in it:
-
-    training_step                              Run > OTB > GRPO   once per micro-batch
-      _prepare_inputs                          OTB > Improving > GRPO  the next micro-batch, after making new ones:
-        _generate_and_score_completions        OTB > Lean > GRPO  prompts -> everything that the loss reads
-          _generate                            Tool > OTB > GRPO  prompts -> responses; counts their tokens
-            _generate_single_turn              Tool > OTB > GRPO  one turn of every unfinished rollout
-            _get_tool_suffix_ids               Tool > GRPO        the reply to a tool call
-          _get_per_token_logps_and_entropies   OTB > Measuring > Lean > Improving > GRPO  a pass, here with log sum pi^2
-          _calculate_rewards                   Measuring > GRPO   rewards, which are kept
-          _replace_advantages                  OTB                pack, measure, baseline, advantages, weights, unpack
-            _measured                          Measuring          score norms and what else the baseline needs
-            _log_rollouts                      Run > OTB          metrics of the rollouts
-        _improve                               Improving          an optimizer step on the batch before, if asked for
-      _compute_loss                            OTB > Lean > GRPO  with the auxiliary head's, then the backward pass
-        _is_lean                               OTB > Lean > Improving  whether it may leave out what has no gradient
-        _get_per_token_logps_and_entropies     OTB > Measuring > Lean > Improving > GRPO  its forward, or that pass
-    _get_grad_norm                             Run > OTB > HF     once per optimizer step, before it
-    _maybe_log_save_evaluate                   Run > HF           samples, evaluation, checkpoint
-      log                                      Run > GRPO         the metrics row
-
-TRL makes the pass for log-probabilities of its own only where its loss needs one; `_measured` makes one otherwise, and
-only if the baseline declares that it needs it, or token weights do; where it can, the loss takes that pass instead of
-one of its own (`lean_steps`). The state of what learns, a baseline or the mean of running weights, goes into every
-checkpoint beside the optimizer's. otb/seams.py lists every private name of TRL that this relies on.
-
-Methods beside the baseline, each off unless asked for, live in files of their own and touch the step in one place:
-`lr_schedule` (otb/schedules.py) sees the lengths in `_log_rollouts`; `token_weights` (otb/token_weights.py) multiply
-the advantages; `improvement` (otb/improvement.py) weighs what `_improve` does with them a step later; `auxiliary`
-(otb/mtp_training.py) adds the loss of a head of its own; `sampler_dtype` (otb/sampler_copy.py) samples in the place of
-vLLM; otb/mismatch.py measures what a sampler's numbers differ by, wherever they are known.
+One subclass, nothing copied. TRL calls the methods below in the order in which they stand; `_advantages` is the step
+itself. What stands beside the baseline is a `Method` (otb/method.py) in `self.methods`; `self.passes` makes and reads
+forwards before the loss, `self.lean` leaves out of the loss what has no gradient.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import math
 import os
 import time
-import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from otb import adapters, baselines, exact_norms
+from otb import baselines, exact_norms
 from otb.advantages import advantages as advantages_of
 from otb.auxiliary import MultiTokenPrediction, refuse_auxiliary, refuse_both
+from otb.auxiliary_head import AuxiliaryHead
 from otb.baselines.otb import otb
 from otb.gradient_noise import GradientNoise
 from otb.improvement import PolicyImprovement
+from otb.improvement_update import ImprovementUpdate
+from otb.lean_loss import LeanLoss
 from otb.lean_sampling import lean_sampling
 from otb.loss_inputs import response_mask
-from otb.measuring_trainer import MeasuringTrainer
-from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics, token_weight_metrics
-from otb.mismatch import mismatch_metrics
-from otb.mtp_training import MTPTraining
+from otb.method import Method, Step
+from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
+from otb.mismatch import SamplerMismatch
 from otb.options import (
     Batches,
     refuse_band,
@@ -76,11 +45,13 @@ from otb.options import (
     refuse_options,
     refuse_sampler_dtype,
 )
+from otb.passes import Passes
 from otb.random_state import isolated_random_state
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.sampler_copy import SamplerCopy
 from otb.schedules import LengthTriggeredDecay
 from otb.token_weights import TokenWeights, refuse_without_base
+from otb.weighting import FollowedLengths, WeightedAdvantages
 
 BASELINE_STATE = "baseline.pt"  # the file in a checkpoint that holds the state of a baseline that learns
 TOKEN_WEIGHTS_STATE = "token_weights.pt"  # and of token weights with normalise="running"
@@ -153,24 +124,8 @@ class OTBConfig(GRPOConfig):
             )
 
 
-class OTBTrainer(MeasuringTrainer):
-    """A drop-in for `trl.GRPOTrainer` whose advantages come from `baseline`.
-
-    Args:
-        baseline: A function or object of the contract in `otb.baselines`; the paper's token baseline by default. One
-            that carries state is copied, so that no other trainer learns with it: `trainer.baseline` is the copy.
-        lr_schedule: What the learning rate is multiplied by over the steps, an `otb.schedules.LengthTriggeredDecay`; it
-            is copied, too. None: as `args.lr_scheduler_type` says.
-        token_weights: What multiplies the advantages token by token (otb/token_weights.py), copied too; None: nothing.
-        improvement: Weighs a second update on the batch before (otb/improvement.py), copied too; None: no such update.
-        auxiliary: A multi-token-prediction head that is trained beside the policy, and what of its loss reaches the
-            policy (otb/auxiliary.py); None: no head.
-        args: An OTBConfig. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
-        Everything else is as in `trl.GRPOTrainer`.
-
-    Raises:
-        ValueError: An option makes no sense with the baseline; raised before the model is loaded.
-    """
+class OTBTrainer(GRPOTrainer):
+    """A drop-in for `trl.GRPOTrainer` whose advantages come from `baseline`. (Args: as before.)"""
 
     _tag_names = ["trl", "otb"]
     _buffered_inputs: list[dict] | None  # TRL's micro-batches of the last generation
@@ -190,27 +145,38 @@ class OTBTrainer(MeasuringTrainer):
         auxiliary: MultiTokenPrediction | None = None,
         **kwargs,
     ):
-        self.lr_schedule = copy.deepcopy(lr_schedule)
+        self.lr_schedule, self.improvement = copy.deepcopy(lr_schedule), copy.deepcopy(improvement)
         self.token_weights = copy.deepcopy(token_weights)
-        self.improvement = copy.deepcopy(improvement)
         self.baseline: Any = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
-        self._needs = baselines.needs_of(baseline)
-        self._noise = GradientNoise() if getattr(args, "measure_gradient_noise", False) else None
-        logs_energy = self._noise is not None or getattr(args, "log_energy", False)
-        self._needs_score_norms = "score_norms" in self._needs or logs_energy
+        measures_noise = getattr(args, "measure_gradient_noise", False)
+        self._noise = measures_noise
+        self.passes = Passes(self.baseline, self.token_weights, measures_noise or getattr(args, "log_energy", False))
+        self._needs_score_norms = self.passes.needs_score_norms
+        self.lean = LeanLoss()
+        self.methods: list[Method] = [  # in this order at every moment of the step; the innermost of a pass first
+            *([ImprovementUpdate(self.improvement)] if self.improvement else []),
+            self.lean,
+            self.passes,
+            SamplerMismatch(),
+            *([WeightedAdvantages(self.token_weights)] if self.token_weights else []),
+            *([FollowedLengths(self.lr_schedule)] if self.lr_schedule else []),
+            *([GradientNoise()] if measures_noise else []),
+            *([AuxiliaryHead(auxiliary)] if auxiliary else []),
+        ]
         given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
         self._refuse_before_loading(given, auxiliary)
+        self._seconds: dict[str, float] = {}  # part of the step -> time spent in it
+        self._rewards_per_function: Tensor | None = None  # (P * G, reward functions), of all processes
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
-        self._mtp: MTPTraining | None = None
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.use_vllm:  # its engine has seeded this process with its own number, the same for every run
             set_seed(self.args.seed, device_specific=True)
-        self._refuse_loaded(auxiliary)
+        if (self._needs_score_norms or baselines.needs_scores(self.baseline)) and not self.use_vllm:
+            refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
+        for method in self.methods:
+            method.attach(self)
         if getattr(self.args, "sampler_dtype", None) is not None:
             self._sample_by_copy(self.args.sampler_dtype)
-        if auxiliary is not None:
-            self._mtp = MTPTraining(auxiliary, self, self._causal_model())
-            self.add_callback(self._mtp)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -237,26 +203,6 @@ class OTBTrainer(MeasuringTrainer):
             adapter = getattr(model, "active_peft_config", None) or given.get("peft_config")
             refuse_without_base(self.token_weights.signal, adapter)
 
-    def _refuse_loaded(self, auxiliary: MultiTokenPrediction | None) -> None:
-        """Raises ValueError for what only the model, or how it is spread over processes, shows."""
-        baseline, weights = self.baseline, self.token_weights
-        if weights is not None and weights.reads_base:
-            adapters.refuse_trained_base(weights.signal, self.accelerator.unwrap_model(self.model))
-            with self._hidden_states(weights.states):  # a backbone without a final norm is refused
-                pass
-        if (self._needs_score_norms or baselines.needs_scores(baseline)) and not self.use_vllm:
-            refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
-        if auxiliary is not None:
-            refuse_auxiliary(self.args, auxiliary, getattr(self.model, "peft_config", None))
-            self._refuse_sharding("auxiliary=", "auxiliary=None")
-        if self._needs & baselines.EXACT_NORMS:
-            exact_norms.trainable(self.model)  # too many parameters are refused before the first rollout
-            self._refuse_sharding(f"baseline {baselines.name_of(baseline)}", "a baseline with the proxy")
-        if self._noise:
-            self._refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
-        if self.improvement is not None:
-            self._refuse_sharding("improvement=", "improvement=None")
-
     def _refuse_sharding(self, option: str, instead: str) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
@@ -279,17 +225,30 @@ class OTBTrainer(MeasuringTrainer):
         )
         self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1  # a server's context is the model's
 
-    # ---- rollouts -> advantages
+    # ---- the step, in the order in which TRL calls it
+
+    def _prepare_inputs(self, generation_batch):
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)  # makes new rollouts where they are due
+        if not self.model.training:
+            return inputs
+        if self._buffered_inputs is not before:
+            for method in self.methods:
+                self._buffered_inputs = method.batches(self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        for method in self.methods:
+            method.before_micro_batch()
+        return inputs
 
     def _generate_and_score_completions(self, inputs):
+        self.lean.forget()
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        of_sampling = self._mtp is not None and self._mtp.options.reads_old_head
-        with self._measurable_passes():
-            with self._mtp.passes_of("sampling") if self._mtp and of_sampling else nullcontext():
+        with self.passes.recording():
+            with ExitStack() as stack:
+                for method in self.methods:
+                    stack.enter_context(method.while_sampling())
                 output = super()._generate_and_score_completions(inputs)
-            if self._mtp is not None:
-                self._mtp.keep_old(output)
             started = time.perf_counter()
             self._replace_advantages(output)
             self._add_seconds("advantages", time.perf_counter() - started)
@@ -297,46 +256,35 @@ class OTBTrainer(MeasuringTrainer):
 
     def _replace_advantages(self, output: dict) -> None:
         """Puts the baseline's advantages, (B,) or (B, C), in the place of TRL's group-mean ones (B,)."""
-        sampled_mask = response_mask(output)
-        if (band := getattr(self.args, "geometric_ratio_band", None)) is not None:
-            self._drop_mismatched(output, *band)
-        own = OwnTokens(response_mask(output))
-        rollouts = self._gathered_groups(own, **self._measured(output, own))
-        if output.get("sampling_per_token_logps") is not None:
-            self._log_mismatch(output, OwnTokens(sampled_mask))
-        baseline = self.baseline(rollouts)
-        advantages = advantages_of(rollouts, baseline)  # (P, G, T) or (P, G, 1)
-        if advantages.shape[-1] > 1 and not baselines.is_per_token(self.baseline):
-            raise ValueError(
-                f"baseline {baselines.name_of(self.baseline)} returned one value per token and has not declared it, so "
-                "that options which need one per rollout were not refused. Declare it: @declare(per_token=True)."
-            )
-        if self.token_weights is not None:
-            advantages = advantages * self._gathered_factors(self.token_weights, rollouts)
-
-        local = slice(self.accelerator.process_index * len(own.mask), None)
-        packed = advantages.flatten(0, 1)[local][: len(own.mask)]  # (B, T or 1): groups may span processes
-        per_rollout = advantages.shape[-1] == 1
-        output["advantages"] = packed[:, 0] if per_rollout else own.unpack(packed[:, : own.width])
-        if self._noise:
-            self._noise.number_rows(output)
-        self._log_rollouts(rollouts, baseline, advantages, output)
-        if self.improvement is not None:
-            known = output.get("old_per_token_logps", self._log_probs)
-            log_probs = self._extra_pass(output)[0] if known is None else known
-            self._keep_for_improvement(output, rollouts, advantages, log_probs)
+        for method in self.methods:
+            method.begin(output)
+        step = Step(output, OwnTokens(response_mask(output)))
+        step.rollouts = self._gathered_groups(step.own, **self.passes.measure(step))
+        for method in self.methods:
+            method.measured(step)
+        step.baseline = self.baseline(step.rollouts)
+        step.advantages = advantages_of(step.rollouts, step.baseline)  # (P, G, T) or (P, G, 1)
+        refuse_undeclared(self.baseline, step.advantages)
+        for method in self.methods:
+            method.weighed(step)
+        output["advantages"] = self._of_this_process(step.advantages, step.own)
+        self._log_rollouts(step)
+        for method in self.methods:
+            method.finish(step)
         if baselines.carries_state(self.baseline):
-            self.baseline.update(rollouts)
+            self.baseline.update(step.rollouts)
 
-    def _gathered_factors(self, weights: TokenWeights, rollouts: RolloutGroups) -> Tensor:
-        """Returns the factors of all processes, (P, G, T or 1), logs them and lets the weights learn."""
-        factors = self._gathered(cast(Tensor, self._factors))
-        signals = None if self._signals is None else self._gathered(self._signals)
-        own = rollouts.reached(factors.shape[-1])
-        self._log(token_weight_metrics(signals, factors, own))
-        if signals is not None:
-            weights.update(signals, own)
-        return factors
+    def _generate(self, prompts):
+        started = time.perf_counter()
+        with self._state_of_engine():
+            generated = super()._generate(prompts)
+        _, completion_ids, tool_mask, *_ = generated
+        lengths = [len(ids) for ids in completion_ids]
+        own_counts = lengths if tool_mask is None else [sum(mask) for mask in tool_mask]
+        # Counted here: TRL masks truncated rollouts later, and tokens that were sampled were paid for.
+        self._sampled_tokens = torch.tensor([own_counts, lengths], device=self.accelerator.device).T.contiguous()
+        self._add_seconds("sampling", time.perf_counter() - started)
+        return generated
 
     def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
         was_training = self.model.training
@@ -361,35 +309,6 @@ class OTBTrainer(MeasuringTrainer):
             return nullcontext()
         return lean_sampling(self.accelerator.unwrap_model(self.model))
 
-    def _drop_mismatched(self, output: dict, low: float, high: float) -> None:
-        """Takes the rollouts of which the geometric mean ratio leaves the band out of the loss and of all sums.
-
-        They keep their reward in the baselines that read rewards alone, as masked truncated rollouts do.
-        """
-        outside = outside_band(output, low, high)
-        output["completion_mask"] = output["completion_mask"] * ~outside.unsqueeze(1)
-        # What dapo, cispo and vespo divide by. TRL does not count the truncated rollouts that it masks, either.
-        output["num_items_in_batch"] = self.accelerator.gather(response_mask(output).sum()).sum()
-        share = self.accelerator.gather(outside.float()).mean().item()
-        self._metrics["train"]["dropped_by_mismatch"].append(share)
-
-    def _log_mismatch(self, output: dict, own: OwnTokens) -> None:
-        """Logs how far the policy is from its sampler, over the rollouts of all processes.
-
-        own: of all rollouts, those of `_drop_mismatched` too. It takes a forward where the policy's log-probs are not
-        known yet, as without TRL's correction, or from TRL's pass alone, whose dropout is no difference of the sampler.
-        Nothing is logged where that forward would not see a prompt's images.
-        """
-        trained = self._log_probs
-        if trained is None or (self._is_noisy and trained is output.get("old_per_token_logps")):
-            if "pixel_values" in output:
-                return
-            trained = self._log_probs = self._extra_pass(output)[0]
-        ratio = self._gathered(own.pack(trained - output["sampling_per_token_logps"])).flatten(0, 1)
-        lengths = self._gathered(own.lengths).flatten()
-        alive = torch.arange(ratio.size(1), device=ratio.device) < lengths.unsqueeze(1)
-        self._log(mismatch_metrics(ratio, alive))
-
     def _state_of_engine(self) -> AbstractContextManager[None]:
         """Gives the processes that share a copy of the policy in vLLM one random state, from which each samples.
 
@@ -403,94 +322,123 @@ class OTBTrainer(MeasuringTrainer):
         rank = self.accelerator.process_index
         return isolated_random_state(seed=drawn[rank - rank % together])
 
-    def _generate(self, prompts):
+    def _calculate_rewards(self, *args, **kwargs):
         started = time.perf_counter()
-        with self._state_of_engine():
-            generated = super()._generate(prompts)
-        _, completion_ids, tool_mask, *_ = generated
-        lengths = [len(ids) for ids in completion_ids]
-        own_counts = lengths if tool_mask is None else [sum(mask) for mask in tool_mask]
-        # Counted here: TRL masks truncated rollouts later, and tokens that were sampled were paid for.
-        self._sampled_tokens = torch.tensor([own_counts, lengths], device=self.accelerator.device).T.contiguous()
-        self._add_seconds("sampling", time.perf_counter() - started)
-        return generated
+        self._rewards_per_function = super()._calculate_rewards(*args, **kwargs)
+        self._add_seconds("scoring", time.perf_counter() - started)
+        return self._rewards_per_function
 
-    # ---- gradient noise, from micro-batches of whole prompt groups
+    def _get_per_token_logps_and_entropies(self, model, *part, **kwargs):
+        return self.passed(model, *part, **kwargs)
 
-    def _prepare_inputs(self, generation_batch):
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        if self._noise and self.model.training:
-            if self._buffered_inputs is not before:  # new rollouts, which TRL shuffled and cut into micro-batches
-                self._buffered_inputs = self._noise.regroup(cast(list, self._buffered_inputs))
-                inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
-            self._noise.start(self.accelerator.unwrap_model(self.model), self.accelerator.device)
-        return inputs
-
-    # ---- the loss of an auxiliary head
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        part = (input_ids, attention_mask, logits_to_keep)
-        if self._mtp is None or not self._mtp.is_to_see(model):
-            return super()._get_per_token_logps_and_entropies(model, *part, *args, **kwargs)
-        with self._mtp.reading(*part) as of_head:
-            result = super()._get_per_token_logps_and_entropies(model, *part, *args, **kwargs)
-        self._mtp.seen.append((result[0], torch.cat(of_head)))
-        return result
-
-    def _is_lean(self, batch: dict) -> bool:
-        return super()._is_lean(batch) and self._mtp is None  # a head's loss reads every rollout
+    def passed(self, model, *part, below: Method | None = None, **kwargs):
+        """Makes a pass through all that takes part in it, the innermost first. below: of it, what is inside this one."""
+        make = super()._get_per_token_logps_and_entropies
+        for layer in self.methods:
+            if layer is below:
+                break
+            make = partial(layer.around_pass, make)
+        return make(model, *part, **kwargs)
 
     def _compute_loss(self, model, inputs):
-        if self._mtp is None or not self.model.training:
-            return super()._compute_loss(model, inputs)
-        with self._mtp.passes_of("loss"):
-            loss = super()._compute_loss(model, inputs)
-            of_head, metrics = self._mtp.loss(inputs, response_mask(inputs))
-        self._log(metrics)
-        return loss + (of_head - of_head.detach())  # 0: what is logged as the loss stays the policy's
-
-    def create_optimizer(self, *args, **kwargs):
-        is_new = self.optimizer is None
-        optimizer = super().create_optimizer(*args, **kwargs)
-        if self._mtp is not None and is_new:
-            self._mtp.add_to(optimizer, self.args.weight_decay)
-        return optimizer
+        make = super()._compute_loss
+        for layer in self.methods:
+            make = partial(layer.around_loss, make)
+        return make(model, inputs)
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
-        if self._noise:
-            self._noise.after_micro_batch()
+        for method in self.methods:
+            method.after_micro_batch()
         return loss
 
     def _get_grad_norm(self, *args, **kwargs):
         """Returns the norm of the gradient of all processes before clipping; asked once, before an optimizer step."""
         norm = super()._get_grad_norm(*args, **kwargs)
-        if self._mtp is not None and not math.isfinite(of_head := self._mtp.finish_gradients()):
-            norm = of_head  # which a run refuses
-        if self._noise:
-            metrics, rollouts = self._metrics["train"], self.args.per_device_train_batch_size
-            verl_power = metrics["verl_power"][-1] if "verl_power" in metrics else None
-            gather = self.accelerator.gather
-            self._log(self._noise.measured(float(norm), rollouts, self.num_generations, verl_power, gather))
+        for method in self.methods:
+            norm = method.gradient(norm)
         return norm
+
+    def create_optimizer(self, *args, **kwargs):
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        for method in self.methods if is_new else ():
+            method.add_to(optimizer, self.args.weight_decay)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if self.lr_schedule is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        # LambdaLR keeps the attributes of a callable object in its state, and so the checkpoints do.
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.lr_schedule)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    @property
+    def _mtp(self) -> AuxiliaryHead | None:
+        return next((method for method in self.methods if isinstance(method, AuxiliaryHead)), None)
+
+    # ---- rollouts of all processes
+
+    def _summed_rewards(self) -> Tensor:
+        """Returns the weighted sums of the reward functions, (P * G,) of all processes; NaN for unscored rollouts."""
+        assert self._rewards_per_function is not None, "rewards come before their sums"
+        weights = self.reward_weights.to(self._rewards_per_function.device)
+        rewards = (self._rewards_per_function * weights).nansum(dim=1)
+        return rewards.masked_fill(self._rewards_per_function.isnan().all(dim=1), torch.nan)
+
+    def _gathered_groups(self, own: OwnTokens, totals: dict, reduced: dict, **measured: Tensor) -> RolloutGroups:
+        """Returns the prompt groups of all processes, from what each of them measured.
+
+        reduced, measured: rows (B, ...) of this process; totals: tensors of any shape, which are summed.
+        """
+        lengths = self._gathered(own.lengths)
+        measured = {name: self._gathered(rows) for name, rows in measured.items()}
+        if "prefix_norms" in measured:  # another process's rollouts may be longer
+            measured["prefix_norms"] = exact_norms.kept_after_end(measured["prefix_norms"], lengths)
+        return RolloutGroups(
+            rewards=self._in_groups(self._summed_rewards()),
+            lengths=lengths,
+            reduced={name: self._gathered(rows) for name, rows in reduced.items()},
+            totals={name: self.accelerator.reduce(total, reduction="sum") for name, total in totals.items()},
+            **measured,
+        )
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """Collects rows of all processes. (B, ...) -> (P, G, ...); a second dimension that differs is padded with 0."""
+        if rows.dim() > 1:
+            rows = self.accelerator.pad_across_processes(rows, dim=1)
+        return self._in_groups(self.accelerator.gather(rows))
+
+    def _in_groups(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, self.num_generations))
+
+    def _of_this_process(self, advantages: Tensor, own: OwnTokens) -> Tensor:
+        """Returns advantages as TRL's loss takes them. (P, G, T or 1) of all processes -> (B, C) or (B,)."""
+        local = slice(self.accelerator.process_index * len(own.mask), None)
+        packed = advantages.flatten(0, 1)[local][: len(own.mask)]  # (B, T or 1): groups may span processes
+        return packed[:, 0] if advantages.shape[-1] == 1 else own.unpack(packed[:, : own.width])
+
+    def _causal_model(self):
+        """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     # ---- what is logged
 
-    def _log_rollouts(self, rollouts, baseline, advantages: Tensor, output: dict) -> None:
+    def _log_rollouts(self, step: Step) -> None:
+        rollouts, advantages, output = step.rollouts, step.advantages, step.output
         own_tokens, all_tokens = self.accelerator.gather(self._sampled_tokens).T
         metrics = length_metrics(own_tokens) | reward_metrics(rollouts)
-        metrics |= advantage_metrics(rollouts, baseline, advantages)
+        metrics |= advantage_metrics(rollouts, step.baseline, advantages)
         if self._needs_score_norms:
-            before_weights = advantages if self.token_weights is None else advantages_of(rollouts, baseline)
+            before_weights = advantages if step.factors is None else advantages_of(rollouts, step.baseline)
             metrics |= energy_metrics(rollouts, before_weights)  # whose factors are in the score norms
         if "tool_mask" in output:
             metrics["tool_tokens"] = int((all_tokens - own_tokens).sum())
         if len(self.reward_funcs) > 1 or self.reward_weights[0] != 1:
             metrics.pop("accuracy", None)  # a weighted sum is no grade
         self._log(metrics)
-        if self.lr_schedule is not None:
-            self._observe_lengths(metrics["response_length_mean"])
         # TRL's completions table would show the advantages of its own baseline: show the mean of those in use.
         counts = rollouts.lengths.flatten().clamp(min=1) if advantages.shape[-1] > 1 else 1
         for _ in range(rollouts.rewards.numel()):
@@ -502,30 +450,8 @@ class OTBTrainer(MeasuringTrainer):
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
-    # ---- a learning rate that follows the lengths
-
-    def create_scheduler(self, num_training_steps, optimizer=None):
-        if self.lr_schedule is None or self.lr_scheduler is not None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        # LambdaLR keeps the attributes of a callable object in its state, and so the checkpoints do.
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.lr_schedule)
-        self._created_lr_scheduler = True
-        return self.lr_scheduler
-
-    def _observe_lengths(self, mean_length: float) -> None:
-        schedule = cast(LengthTriggeredDecay, self.lr_schedule)
-        known = schedule.baseline is not None
-        schedule.observe(self.state.global_step, mean_length)
-        self._log(schedule.metrics())
-        if known or schedule.baseline is None or not self.accelerator.is_main_process:
-            return
-        if schedule.out_of_reach(self.max_completion_length):
-            warnings.warn(
-                f"responses begin with {schedule.baseline:.1f} tokens, and {schedule.ratio:g} times as many are not "
-                f"below max_completion_length={self.max_completion_length}: no surge can be seen, and the learning "
-                "rate stays. Use a smaller ratio, or a fixed_period.",
-                stacklevel=2,
-            )
+    def _add_seconds(self, part: str, seconds: float) -> None:
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     # ---- the state of what learns, in every checkpoint beside the optimizer's
 
@@ -534,6 +460,8 @@ class OTBTrainer(MeasuringTrainer):
         if self.args.should_save:  # all processes hold the same
             for file, learner in self._learners().items():
                 torch.save(learner.state_dict(), os.path.join(output_dir, file))
+        for method in self.methods:
+            method.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -545,14 +473,15 @@ class OTBTrainer(MeasuringTrainer):
                     "steps. Resume from a checkpoint of a run with it, or start anew."
                 )
             learner.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        for method in self.methods if checkpoint is not None else ():
+            method.load(checkpoint)
 
     def _learners(self) -> dict[str, Any]:
         """Returns what carries state from step to step, by the file in a checkpoint that holds it."""
         learners: dict[str, Any] = {BASELINE_STATE: self.baseline} if baselines.carries_state(self.baseline) else {}
         if self.token_weights is not None and self.token_weights.normalise == "running":
             learners[TOKEN_WEIGHTS_STATE] = self.token_weights
-        if self._mtp is not None:
-            learners[MTP_HEAD] = self._mtp.head
+        learners |= {MTP_HEAD: method.head for method in self.methods if isinstance(method, AuxiliaryHead)}
         return learners
 
     # ---- evaluation leaves the training trajectory alone
@@ -562,16 +491,13 @@ class OTBTrainer(MeasuringTrainer):
             return super().evaluate(*args, **kwargs)
 
 
-def outside_band(output: dict, low: float, high: float) -> Tensor:
-    """Tells of which rollouts the geometric mean of trained / sampled probability is outside [low, high]. -> (B,) bool.
-
-    output: what TRL hands from scoring to the loss, with the log-probs of the policy and of the sampler. A token that
-    the sampler gave no log-prob (NaN) counts as equal.
-    """
-    own = response_mask(output)
-    difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).nan_to_num(0.0) * own
-    mean = difference.sum(1) / own.sum(1).clamp(min=1)
-    return (mean < math.log(low)) | (mean > math.log(high))
+def refuse_undeclared(baseline: Callable, advantages: Tensor) -> None:
+    """Raises ValueError for a baseline per token that has not declared it: what needs one per rollout was not refused."""
+    if advantages.shape[-1] > 1 and not baselines.is_per_token(baseline):
+        raise ValueError(
+            f"baseline {baselines.name_of(baseline)} returned one value per token and has not declared it, so "
+            "that options which need one per rollout were not refused. Declare it: @declare(per_token=True)."
+        )
 
 
 def keep_float32_outputs(accelerator) -> None:

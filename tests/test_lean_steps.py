@@ -19,7 +19,7 @@ from otb.baselines.none import none
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.lean_sampling import chosen, generate, lean_sampling, sample
-from otb.lean_trainer import chunks, in_order, is_noisy, learning_rows
+from otb.lean_loss import chunks, in_order, is_noisy, learning_rows
 from otb.tasks.arithmetic import Arithmetic
 from otb.token_weights import TokenWeights
 from tests.support.trainers import recorded, trained

@@ -268,7 +268,7 @@ def test_tool_tokens_inserted_anywhere_change_no_advantage(trained, monkeypatch,
         own = (output["completion_mask"] * output["tool_mask"]).cumsum(1)
         return 0.2 + 0.7 * torch.sin(own.float()).abs()
 
-    monkeypatch.setattr("otb.measuring_trainer.proxy", fixed_norms)
+    monkeypatch.setattr("otb.passes.proxy", fixed_norms)
     packed, tool_tokens = [], []
     for replies in ({}, {"1": ok("9" * 30), "3": ok("8" * 11)}, {"22": ok("a" * 25), "4": ok("")}):
         (output,) = trained(MIXED, FakeSandbox(replies), num_generations=4, max_completion_length=300).outputs

@@ -254,7 +254,7 @@ def test_an_error_in_the_forward_of_the_base_leaves_the_adapter_enabled_and_no_h
     def failing(*states):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("otb.measuring_trainer.residuals", failing)
+    monkeypatch.setattr("otb.passes.residuals", failing)
     kept = []
     monkeypatch.setattr(
         Checking, "_replace_advantages", lambda self, output: kept.append(self) or original(self, output)

@@ -6,8 +6,9 @@ it. Its parameters are in the same optimizer, its gradients are averaged over th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from otb.adapters import final_norm
-from otb.auxiliary import MultiTokenPrediction, refuse_architecture
-from otb.loss_inputs import per_position
+from otb.auxiliary import MultiTokenPrediction, refuse_architecture, refuse_auxiliary
+from otb.loss_inputs import per_position, response_mask
+from otb.method import Method
 from otb.mtp import (
     MTPHead,
     aggregated,
@@ -33,7 +35,7 @@ from otb.policies.mimo import shipped_head
 OLD = "old_head_log_probs"  # the key of a batch under which the head's log-probs at the moment of sampling stand
 
 
-class MTPTraining(TrainerCallback):
+class AuxiliaryHead(Method, TrainerCallback):
     """Holds the head of a trainer and makes its loss.
 
     Args:
@@ -44,16 +46,46 @@ class MTPTraining(TrainerCallback):
     Raises ValueError for an architecture that no head has been tested for, and where a shipped head is not there.
     """
 
-    def __init__(self, options: MultiTokenPrediction, trainer: Any, causal: Any):
-        refuse_architecture(causal.config.model_type)
-        self.options, self.trainer, self.causal = options, trainer, causal
-        self.head = MTPHead(causal, trainer.args.seed).to(trainer.accelerator.device)
-        if options.weights == "shipped":
-            commit = getattr(causal.config, "_commit_hash", None)  # None for a folder
-            self.head.load_state_dict(shipped_head(causal.name_or_path, commit))
+    def __init__(self, options: MultiTokenPrediction):
+        self.options = options
         self.pass_of: str | None = None  # "sampling" or "loss" while TRL's pass for it is to be seen
         self.seen: list[tuple[Tensor, Tensor]] = []  # log-probs (B, C) of the policy and of the head, per pass
         self.sampled_at = 0  # optimizer steps done when the tokens of the batch were sampled
+
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        trainer.add_callback(self)
+        refuse_auxiliary(trainer.args, self.options, getattr(trainer.model, "peft_config", None))
+        trainer._refuse_sharding("auxiliary=", "auxiliary=None")
+        self.causal = causal = trainer._causal_model()
+        refuse_architecture(causal.config.model_type)
+        self.head = MTPHead(causal, trainer.args.seed).to(trainer.accelerator.device)
+        if self.options.weights == "shipped":
+            commit = getattr(causal.config, "_commit_hash", None)  # None for a folder
+            self.head.load_state_dict(shipped_head(causal.name_or_path, commit))
+
+    def allows_lean(self, batch) -> bool:
+        return False  # its loss reads every rollout
+
+    def while_sampling(self):
+        return self.passes_of("sampling") if self.options.reads_old_head else nullcontext()
+
+    def around_pass(self, make, model, ids, mask, width, *args, **kwargs):
+        if not self.is_to_see(model):
+            return make(model, ids, mask, width, *args, **kwargs)
+        with self.reading(ids, mask, width) as of_head:
+            result = make(model, ids, mask, width, *args, **kwargs)
+        self.seen.append((result[0], torch.cat(of_head)))
+        return result
+
+    def around_loss(self, make, model, inputs):
+        if not self.trainer.model.training:
+            return make(model, inputs)
+        with self.passes_of("loss"):
+            loss = make(model, inputs)
+            of_head, metrics = self.loss(inputs, response_mask(inputs))
+        self.trainer._log(metrics)
+        return loss + (of_head - of_head.detach())  # 0: what is logged as the loss stays the policy's
 
     # ---- what is seen of TRL's passes
 
@@ -92,7 +124,7 @@ class MTPTraining(TrainerCallback):
         finally:
             hook.remove()
 
-    def keep_old(self, output: dict) -> None:
+    def begin(self, output: dict) -> None:
         """Puts the head's log-probs of the pass for old log-probs into the batch, where TRL made one."""
         self.sampled_at = self.trainer.state.global_step
         for log_probs, of_head in self.seen:
@@ -173,14 +205,13 @@ class MTPTraining(TrainerCallback):
             parameters = [parameter for parameter in self.head.parameters() if (parameter.dim() > 1) == decays]
             optimizer.add_param_group({"params": parameters, "weight_decay": weight_decay if decays else 0.0})
 
-    def finish_gradients(self) -> float:
-        """Averages the head's gradients over the processes, clips them by themselves, and returns their norm."""
+    def gradient(self, norm):
+        """Averages the head's gradients over the processes and clips them by themselves."""
         parameters = [parameter for parameter in self.head.parameters() if parameter.grad is not None]
         for parameter in parameters:
             parameter.grad = self.trainer.accelerator.reduce(parameter.grad, reduction="mean")
-        longest = self.trainer.args.max_grad_norm or float("inf")
-        return float(torch.nn.utils.clip_grad_norm_(parameters, longest))
+        of_head = float(torch.nn.utils.clip_grad_norm_(parameters, self.trainer.args.max_grad_norm or float("inf")))
+        return norm if math.isfinite(of_head) else of_head  # which a run refuses
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        """Clears the head's gradients, as transformers does the policy's."""
         self.head.zero_grad()

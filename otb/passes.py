@@ -22,8 +22,9 @@ from trl.trainer.utils import add_fused_lm_head
 from otb import adapters, baselines, exact_norms
 from otb.advantages import advantages as advantages_of
 from otb.baselines import StatefulBaseline
-from otb.lean_trainer import LeanTrainer, chunks, in_order
+from otb.lean_loss import chunks, in_order
 from otb.loss_inputs import prompts_with_responses, response_mask
+from otb.method import Method, Step
 from otb.options import CHUNKS
 from otb.random_state import isolated_random_state
 from otb.rollouts import OwnTokens, RolloutGroups, TokenStates, joined
@@ -31,138 +32,102 @@ from otb.score_norms import logit_gradient_proxy
 from otb.token_weights import OF_THE_BASE, TokenWeights, residuals, weighted_norms
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
-class MeasuringTrainer(LeanTrainer):
-    """A GRPOTrainer that measures rollouts. A subclass sets the four attributes below before it calls `__init__`."""
+class Passes(Method):
+    """Makes the passes before the loss, and measures of a batch what the baseline and the token weights need."""
 
-    baseline: Any
-    token_weights: TokenWeights | None
-    _needs: frozenset[str]  # what the baseline declares
-    _needs_score_norms: bool  # for the baseline, or for what is logged
-
-    def __init__(self, *args, **kwargs):
-        # Whether the extra pass is made even where TRL makes one; `_measurable_passes` says why.
-        self._always_extra_pass = "hidden_states" in self._needs or bool(self._watched_for_weights)
-        # What the hooks of one step leave for those that follow; their order stands at the top of otb/trainer.py.
+    def __init__(self, baseline: Any, token_weights: TokenWeights | None, logs_energy: bool):
+        self.baseline, self.token_weights = baseline, token_weights
+        self.needs = baselines.needs_of(baseline)  # what the baseline declares
+        self.needs_score_norms = "score_norms" in self.needs or logs_energy
+        # Whether the extra pass is made even where TRL makes one; `while_sampling` says why.
+        self.always_extra = "hidden_states" in self.needs or bool(self._watched_for_weights)
         self._scoring = False  # whether no-grad passes are to return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
         self._watched = torch.zeros(0)  # (B, C): what the signal of the token weights is made of
-        self._signals: Tensor | None = None  # (B, T) of own tokens; None where tokens are not weighted, or uniformly
-        self._factors: Tensor | None = None  # (B, T or 1); None where tokens are not weighted
-        self._log_probs: Tensor | None = None  # (B, C) of the policy that sampled; None where no pass was made
-        self._rewards_per_function: Tensor | None = None  # (P * G, reward functions), of all processes
-        self._seconds = {}  # part of the step -> time spent in it
-        super().__init__(*args, **kwargs)
 
-    def _add_seconds(self, part: str, seconds: float) -> None:
-        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
-
-    # ---- rollouts of all processes
-
-    def _calculate_rewards(self, *args, **kwargs):
-        started = time.perf_counter()
-        self._rewards_per_function = super()._calculate_rewards(*args, **kwargs)
-        self._add_seconds("scoring", time.perf_counter() - started)
-        return self._rewards_per_function
-
-    def _summed_rewards(self) -> Tensor:
-        """Returns the weighted sums of the reward functions, (P * G,) of all processes; NaN for unscored rollouts."""
-        assert self._rewards_per_function is not None, "rewards come before their sums"
-        weights = self.reward_weights.to(self._rewards_per_function.device)
-        rewards = (self._rewards_per_function * weights).nansum(dim=1)
-        return rewards.masked_fill(self._rewards_per_function.isnan().all(dim=1), torch.nan)
-
-    def _gathered_groups(self, own: OwnTokens, totals: dict, reduced: dict, **measured: Tensor) -> RolloutGroups:
-        """Returns the prompt groups of all processes, from what each of them measured.
-
-        reduced, measured: rows (B, ...) of this process; totals: tensors of any shape, which are summed.
-        """
-        lengths = self._gathered(own.lengths)
-        measured = {name: self._gathered(rows) for name, rows in measured.items()}
-        if "prefix_norms" in measured:  # another process's rollouts may be longer
-            measured["prefix_norms"] = exact_norms.kept_after_end(measured["prefix_norms"], lengths)
-        return RolloutGroups(
-            rewards=self._in_groups(self._summed_rewards()),
-            lengths=lengths,
-            reduced={name: self._gathered(rows) for name, rows in reduced.items()},
-            totals={name: self.accelerator.reduce(total, reduction="sum") for name, total in totals.items()},
-            **measured,
-        )
-
-    def _gathered(self, rows: Tensor) -> Tensor:
-        """Collects rows of all processes. (B, ...) -> (P, G, ...); a second dimension that differs is padded with 0."""
-        if rows.dim() > 1:
-            rows = self.accelerator.pad_across_processes(rows, dim=1)
-        return self._in_groups(self.accelerator.gather(rows))
-
-    def _in_groups(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (-1, self.num_generations))
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        weights = self.token_weights
+        if weights is not None and weights.reads_base:
+            adapters.refuse_trained_base(weights.signal, trainer.accelerator.unwrap_model(trainer.model))
+            with self._hidden_states(weights.states):  # a backbone without a final norm is refused
+                pass
+        if self.needs & baselines.EXACT_NORMS:
+            exact_norms.trainable(trainer.model)  # too many parameters are refused before the first rollout
+            trainer._refuse_sharding(f"baseline {baselines.name_of(self.baseline)}", "a baseline with the proxy")
 
     # ---- what the baseline needs
 
-    def _measured(self, output: dict, own: OwnTokens) -> dict:
-        """Returns what the baseline declared that it needs, of this process's rollouts.
+    def measure(self, step: Step) -> dict:
+        """Measures what the baseline declared that it needs, of this process's rollouts, and fills in the step.
 
         -> the norms by their names in RolloutGroups, packed (B, T) or (B,); "reduced" and "totals", what the baseline's
         `reduce` returned, empty without one.
         """
+        output, own = step.output, step.own
         measured: dict = {"reduced": {}, "totals": {}}
-        if "hidden_states" in self._needs:
+        if "hidden_states" in self.needs:
             parts: list[tuple[Tensor, dict, dict]] = []
-            probabilities = self._extra_pass(output, parts, keep=True)
+            probabilities = self.extra(step, parts, keep=True)
             measured["reduced"] = joined_rows([(rows, kept) for rows, kept, _ in parts])
             measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
-        elif self._needs_score_norms or self._always_extra_pass:
-            probabilities = self._probabilities(output)
-        passed = self._always_extra_pass or self._needs_score_norms
-        self._log_probs = probabilities[0] if passed else output.get("old_per_token_logps")
-        self._signals, self._factors = self._signals_and_factors(own, self._watched)
-        if self._needs_score_norms:
-            measured["score_norms"] = weighted_norms(own.pack(proxy(output, *probabilities)), self._factors)
-        for name in sorted(self._needs & baselines.EXACT_NORMS):
-            measured[name] = self._exact_norms(output, getattr(exact_norms, name))
+        elif self.needs_score_norms or self.always_extra:
+            probabilities = self._probabilities(step)
+        passed = self.always_extra or self.needs_score_norms
+        step.log_probs = probabilities[0] if passed else output.get("old_per_token_logps")
+        step.signals, step.factors = self._signals_and_factors(own, self._watched)
+        if self.needs_score_norms:
+            measured["score_norms"] = weighted_norms(own.pack(proxy(output, *probabilities)), step.factors)
+        for name in sorted(self.needs & baselines.EXACT_NORMS):
+            measured[name] = self._exact_norms(step, getattr(exact_norms, name))
         return measured
 
-    def _exact_norms(self, output: dict, norms: Callable) -> Tensor:
+    def _exact_norms(self, step: Step, norms: Callable) -> Tensor:
         """Returns exact norms of this process's rollouts, with rho f s in the place of s.
 
         rho: where TRL corrects the sampler; f: where tokens are weighted. norms: `sequence_norms` or `prefix_norms` of
         otb.exact_norms.
         """
+        output, own_mask = step.output, response_mask(step.output)
         ids, attention_mask = prompts_with_responses(output)
-        own_mask = response_mask(output)
         on_prompt = torch.zeros_like(output["prompt_mask"])
         rho = output.get("importance_sampling_ratio")
-        if self._factors is not None:
+        if step.factors is not None:
             own = OwnTokens(own_mask)
-            factors = own.unpack(self._factors * own.own)
+            factors = own.unpack(step.factors * own.own)
             rho = factors if rho is None else rho * factors
         if rho is not None:
             rho = torch.cat([on_prompt.to(rho), rho.expand(own_mask.shape)], dim=1)
-        model = self.accelerator.unwrap_model(self.model)
-        checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with checkpointing_off, without_dropout(model), self.accelerator.autocast():
-            return norms(model, ids, attention_mask, torch.cat([on_prompt.bool(), own_mask], 1), self.temperature, rho)
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        checkpointing_off = disable_gradient_checkpointing(
+            self.trainer.model, self.trainer.args.gradient_checkpointing_kwargs
+        )
+        with checkpointing_off, without_dropout(model), self.trainer.accelerator.autocast():
+            return norms(
+                model, ids, attention_mask, torch.cat([on_prompt.bool(), own_mask], 1), self.trainer.temperature, rho
+            )
 
-    def _probabilities(self, output: dict) -> tuple[Tensor, Tensor]:
+    def _probabilities(self, step: Step) -> tuple[Tensor, Tensor]:
         """Returns log pi and log sum pi^2 (B, C) of the policy that sampled, from TRL's pass where it made one."""
         for log_probs, log_sum_sq_probs in self._passes:
             # Under LoRA the reference model's pass runs through the same model: only identity tells them apart.
-            if log_probs is output.get("old_per_token_logps"):
+            if log_probs is step.output.get("old_per_token_logps"):
                 return log_probs, log_sum_sq_probs
-        return self._extra_pass(output, keep=True)
+        return self.extra(step, keep=True)
 
     # ---- the extra pass
 
-    def _extra_pass(self, output: dict, reduced: list | None = None, keep: bool = False) -> tuple[Tensor, Tensor]:
+    def extra(self, step: Step, reduced: list | None = None, keep: bool = False) -> tuple[Tensor, Tensor]:
         """Makes a forward in which rollouts of similar length stand together.
 
         A padded batch is mostly padding where lengths differ; sorting it takes a third off this pass and more.
         reduced: receives (rows of the batch, kept, totals) of each chunk, what the baseline's `reduce` returned for it.
         keep: let the loss take this pass, if it can. -> log pi and log sum pi^2 (B, C), without gradient.
         """
+        output = step.output
         ids, attention_mask = prompts_with_responses(output)
         prompt_width, width_of_all = output["prompt_ids"].size(1), output["completion_ids"].size(1)
         lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
@@ -170,13 +135,13 @@ class MeasuringTrainer(LeanTrainer):
         keep = (
             keep
             and not self._watched_for_weights
-            and not self._needs & baselines.EXACT_NORMS
-            and self._can_keep_pass(output)
+            and not self.needs & baselines.EXACT_NORMS
+            and self.trainer.lean.can_keep(output)
         )
         learns = torch.zeros_like(lengths, dtype=torch.bool)
         if keep:
             learns = self._may_learn(OwnTokens(response_mask(output)))
-        at_once = min(self.args.per_device_train_batch_size, -(-len(ids) // CHUNKS))
+        at_once = min(self.trainer.args.per_device_train_batch_size, -(-len(ids) // CHUNKS))
         parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self._scoring, self._watched = True, torch.zeros(output["completion_ids"].shape, device=ids.device)
         with nullcontext() if keep else self._as_measurement():
@@ -198,9 +163,9 @@ class MeasuringTrainer(LeanTrainer):
                         reduced.append((rows, *cast(StatefulBaseline, self.baseline).reduce(token_states)))
         log_probs, log_sum_sq_probs, *entropies = in_order(parts, width_of_all)
         if keep:
-            self._keep_pass(output, log_probs, entropies[0], learns)
+            self.trainer.lean.keep(output, log_probs, entropies[0], learns)
             # Less time than nothing: it is counted with the loss, which is what remains of a step.
-            self._add_seconds("advantages", started - time.perf_counter())
+            self.trainer._add_seconds("advantages", started - time.perf_counter())
         return log_probs.detach(), log_sum_sq_probs.detach()
 
     def _may_learn(self, own: OwnTokens) -> Tensor:
@@ -210,12 +175,12 @@ class MeasuringTrainer(LeanTrainer):
         the advantage is 0 does not depend on them. What was not foreseen costs a second forward, and what was foreseen
         in vain a graph.
         """
-        if baselines.carries_state(self.baseline) or "hidden_states" in self._needs:  # what it reads is not there yet
+        if baselines.carries_state(self.baseline) or "hidden_states" in self.needs:  # what it reads is not there yet
             return torch.ones(len(own.mask), dtype=torch.bool, device=own.mask.device)
-        ones = self._in_groups(own.own.float())
+        ones = self.trainer._in_groups(own.own.float())
         rollouts = RolloutGroups(
-            self._in_groups(self._summed_rewards()),
-            self._in_groups(own.lengths),
+            self.trainer._in_groups(self.trainer._summed_rewards()),
+            self.trainer._in_groups(own.lengths),
             score_norms=ones,
             sequence_norms=ones.sum(-1),
             prefix_norms=ones.cumsum(-1),
@@ -227,8 +192,10 @@ class MeasuringTrainer(LeanTrainer):
     @contextmanager
     def _as_measurement(self) -> Iterator[None]:
         """Makes passes inside draw no dropout and keep nothing for a backward."""
-        checkpointing_off = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), checkpointing_off, without_dropout(self.model):
+        checkpointing_off = disable_gradient_checkpointing(
+            self.trainer.model, self.trainer.args.gradient_checkpointing_kwargs
+        )
+        with torch.no_grad(), checkpointing_off, without_dropout(self.trainer.model):
             yield
 
     @property
@@ -246,17 +213,17 @@ class MeasuringTrainer(LeanTrainer):
         states = self.token_weights.states if self.token_weights and measure == "residuals" else None
         part = (ids, attention_mask)
         with self._hidden_states(states) as of_policy:
-            _, entropies, _ = self._get_per_token_logps_and_entropies(
-                self.model, *part, width, compute_entropy=compute_entropy or measure == "entropies"
+            _, entropies, _ = self.trainer._get_per_token_logps_and_entropies(
+                self.trainer.model, *part, width, compute_entropy=compute_entropy or measure == "entropies"
             )
         log_probs, log_sum_sq_probs = self._passes.pop()
         passed = (log_probs, log_sum_sq_probs, *([entropies] if compute_entropy else []))
         if measure not in OF_THE_BASE:
             return passed, {"log_probs": log_probs, "entropies": entropies}.get(measure)
-        without_adapter = adapters.disabled(self.accelerator.unwrap_model(self.model))
+        without_adapter = adapters.disabled(self.trainer.accelerator.unwrap_model(self.trainer.model))
         with without_adapter, self._hidden_states(states) as of_base:
             scored = width if states is None else 1  # hidden states need no LM head
-            of_base_log_probs, *_ = super()._get_per_token_logps_and_entropies(self.model, *part, scored)
+            of_base_log_probs, *_ = self.trainer.passed(self.trainer.model, *part, scored, below=self)
         if states is None:
             return passed, log_probs - of_base_log_probs
         predicting = slice(-width - 1, -1)
@@ -280,16 +247,16 @@ class MeasuringTrainer(LeanTrainer):
         width = hidden_states.size(1)
         own = OwnTokens(response_mask(output)[rows, :width])
         ratio = {name: output[name][rows] for name in ("importance_sampling_ratio",) if name in output}
-        w = own.pack(proxy(ratio, log_probs, log_sum_sq_probs)) if self._needs_score_norms else None
+        w = own.pack(proxy(ratio, log_probs, log_sum_sq_probs)) if self.needs_score_norms else None
         _, factors = self._signals_and_factors(own, self._watched[rows, :width])
-        first = self.accelerator.process_index * len(output["completion_ids"])
+        first = self.trainer.accelerator.process_index * len(output["completion_ids"])
         return TokenStates(
             own=own.own,
             hidden_states=own.pack(hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()),
             log_probs=own.pack(log_probs),
             log_sum_sq_probs=own.pack(log_sum_sq_probs),
             score_norms=None if w is None else weighted_norms(w, factors),
-            scored=~self._summed_rewards()[first + rows].isnan(),
+            scored=~self.trainer._summed_rewards()[first + rows].isnan(),
         )
 
     @contextmanager
@@ -301,36 +268,31 @@ class MeasuringTrainer(LeanTrainer):
         if states is None:
             yield []
             return
-        backbone: Any = self._causal_model().base_model  # a module; torch's stubs say "or a tensor"
+        backbone: Any = self.trainer._causal_model().base_model  # a module; torch's stubs say "or a tensor"
         with adapters.collected_states(backbone, states) as collected:
             yield collected
-
-    def _causal_model(self) -> PreTrainedModel:
-        """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     # ---- every pass: TRL's, which also returns log sum pi^2 where it is asked for
 
     @contextmanager
-    def _measurable_passes(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Lets TRL's passes without gradient return log sum pi^2 too, where score norms can be taken from them.
 
         They know neither tool tokens nor rewards, which `reduce` needs, and have the dropout of training, which token
         weights must not see: both take an extra pass.
         """
-        self._scoring = self._needs_score_norms and not self._always_extra_pass
+        self._scoring = self.needs_score_norms and not self.always_extra
         try:
             yield
         finally:
             self._scoring, self._passes = False, []
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+    def around_pass(self, make, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         part = (model, input_ids, attention_mask, logits_to_keep)
-        if not self._scoring or model is not self.model:
-            return super()._get_per_token_logps_and_entropies(*part, *args, **kwargs)
+        if not self._scoring or model is not self.trainer.model:
+            return make(*part, *args, **kwargs)
         with self._log_sum_sq_probs_head(kwargs.get("compute_entropy", False)) as of_chunks:
-            result = super()._get_per_token_logps_and_entropies(*part, *args, **kwargs)
+            result = make(*part, *args, **kwargs)
         self._passes.append((result[0], torch.cat([chunk[:, -logits_to_keep:] for chunk in of_chunks])))
         return result
 
@@ -340,12 +302,12 @@ class MeasuringTrainer(LeanTrainer):
 
         The list collects it per chunk of TRL's pass. A second head that stayed would cost more per step.
         """
-        model = self._causal_model()
+        model = self.trainer._causal_model()
         trl_forward, collected = model.forward, []
         add_fused_lm_head(
             model,
-            temperature=self.temperature,
-            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
+            temperature=self.trainer.temperature,
+            cast_lm_head_to_fp32=self.trainer.args.cast_lm_head_to_fp32,
             outputs=("log_probs", "log_sum_sq_probs", *(["entropy"] if with_entropy else [])),
         )
         fused_forward = model.forward

@@ -25,66 +25,52 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
-from trl import GRPOTrainer
 
 from otb.errors import RunError
 from otb.improvement import PolicyImprovement, group_scales
 from otb.loss_inputs import per_position, response_mask
-from otb.rollouts import RolloutGroups
+from otb.method import Method, Step
 
 STATE = "improvement_{}.pt"  # the file in a checkpoint, one for each process: what it keeps of the batch is its own
 # What a batch carries for the next step beside what TRL hands to the loss; taken out before the ordinary update.
 LOG_PROBS, ADVANTAGES = "improvement_log_probs", "improvement_advantages"
 
 
-class ImprovingTrainer(GRPOTrainer):
-    """A GRPOTrainer whose step may begin with an improvement update. `improvement` is set before `__init__`."""
+class ImprovementUpdate(Method):
+    """Updates the policy once more on the batch before."""
 
-    improvement: PolicyImprovement | None
-    _buffered_inputs: Any  # TRL's micro-batches of the last generation
-    _seconds: dict[str, float]
-
-    def __init__(self, *args, **kwargs):
+    def __init__(self, improvement: PolicyImprovement):
+        self.improvement = improvement
         self._mean_reward = float("nan")  # of the last generation, over all processes
         self._kept: list[dict] | None = None  # micro-batches of the generation before, as the loss takes them
         self._log_probs_of_update: list[Tensor] | None = None  # of each micro-batch, while there is such an update
-        super().__init__(*args, **kwargs)
-        if self.improvement is not None and self.improvement.seed is None:
-            self.improvement.seed = self.args.seed
 
-    def _is_lean(self, batch: dict) -> bool:
-        """Tells whether the loss of a batch may leave out what has no gradient, as LeanTrainer does."""
-        return self.improvement is None
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        trainer._refuse_sharding("improvement=", "improvement=None")
+        if self.improvement.seed is None:
+            self.improvement.seed = trainer.args.seed
 
-    def _keep_for_improvement(self, output: dict, rollouts: RolloutGroups, advantages: Tensor, log_probs: Tensor):
-        """Puts into the batch what its improvement update, one step later, will need.
+    def allows_lean(self, batch: dict) -> bool:
+        return False
 
-        output: with the advantages (B,) or (B, C) of the ordinary update. advantages: the same of all processes, (P, G,
-        T or 1). log_probs (B, C): of the policy that sampled the batch.
-        """
-        assert self.improvement is not None
+    def finish(self, step: Step) -> None:
+        """Puts into the batch what its improvement update, one step later, will need."""
+        output, rollouts, advantages = step.output, step.rollouts, step.advantages
+        known = output.get("old_per_token_logps", step.log_probs)
+        log_probs = self.trainer.passes.extra(step)[0] if known is None else known
         self._mean_reward = rollouts.rewards.nanmean().item()
         kept = output["advantages"]
         if self.improvement.advantages == "scaled":
             scales = group_scales(rollouts.rewards, advantages, rollouts.lengths).expand(rollouts.rewards.shape)
-            first = self.accelerator.process_index * len(kept)
+            first = self.trainer.accelerator.process_index * len(kept)
             local = scales.flatten()[first : first + len(kept)]
             kept = kept * (local if kept.dim() == 1 else local.unsqueeze(1))
         output[LOG_PROBS], output[ADVANTAGES] = log_probs, kept
 
-    def _prepare_inputs(self, generation_batch):
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        if self.improvement is None or not self.model.training or self._buffered_inputs is before:
-            return inputs
+    def batches(self, batches: list[dict]) -> list[dict]:
+        """Updates the policy on the batch before, if that can be, and keeps the new one."""
         started = time.perf_counter()
-        self._improve(self._buffered_inputs)
-        self._seconds["improvement"] = time.perf_counter() - started
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
-
-    def _improve(self, batches: list[dict]) -> None:
-        """Updates the policy on the batch before, if that can be, and keeps the new one. batches: its micro-batches."""
-        assert self.improvement is not None
         reading = self.improvement.observe(self._mean_reward)
         metrics = reading.metrics()
         kept, self._kept = self._kept, []
@@ -96,15 +82,16 @@ class ImprovingTrainer(GRPOTrainer):
             self._kept.append(batch | {"old_per_token_logps": log_probs, "advantages": advantages})
             if updates:  # else the ratio is exactly 1 without, as in a run that makes no improvement updates
                 batch["old_per_token_logps"] = log_probs
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+        self.trainer._log(metrics)
+        self.trainer._seconds["improvement"] = time.perf_counter() - started
+        return batches
 
     def _has_signal(self, batches: list[dict]) -> bool:
         """Tells whether a process has an advantage that is not 0."""
         found = torch.stack(
             [(per_position(batch["advantages"]) * response_mask(batch)).any() for batch in batches]
         ).any()
-        return bool(self.accelerator.gather(found.reshape(1)).any())
+        return bool(self.trainer.accelerator.gather(found.reshape(1)).any())
 
     def _update_on(self, batches: list[dict], phi: float) -> dict[str, float]:
         """Makes one optimizer step on the kept micro-batches, their advantages times phi, and returns its metrics.
@@ -112,22 +99,28 @@ class ImprovingTrainer(GRPOTrainer):
         The learning-rate schedule does not move, and neither does the count of steps: both belong to the ordinary
         update. So do KL term, entropy bonus and the loss of a router, which this step is without.
         """
-        model = self.model_wrapped
-        with self._by_itself(len(batches)) as (metrics, log_probs), self.accelerator.no_sync(model):
+        model = self.trainer.model_wrapped
+        with self._by_itself(len(batches)) as (metrics, log_probs), self.trainer.accelerator.no_sync(model):
             for number, batch in enumerate(batches, start=1):
-                with self.compute_loss_context_manager():
-                    loss = self.compute_loss(model, batch | {"advantages": phi * batch["advantages"]})
+                with self.trainer.compute_loss_context_manager():
+                    loss = self.trainer.compute_loss(model, batch | {"advantages": phi * batch["advantages"]})
                 last = number == len(batches)
-                with self.accelerator.trigger_sync_in_backward(model) if last else nullcontext():
-                    self.accelerator.backward(loss)
-        norm = float(self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or float("inf")))
+                with self.trainer.accelerator.trigger_sync_in_backward(model) if last else nullcontext():
+                    self.trainer.accelerator.backward(loss)
+        norm = float(
+            self.trainer.accelerator.clip_grad_norm_(
+                model.parameters(), self.trainer.args.max_grad_norm or float("inf")
+            )
+        )
         if not math.isfinite(norm):
             raise RunError(
-                f"improvement_gradient_norm={norm} at step {self.state.global_step + 1}, from the rollouts of the step "
+                f"improvement_gradient_norm={norm} at step {self.trainer.state.global_step + 1}, from the rollouts of the step "
                 "before; it must be finite, and training stops before the weights change. Try a smaller learning_rate, "
                 "or improvement.cap=3."
             )
-        wrapped: Any = self.optimizer  # by accelerate, which would step only after the ordinary update's last backward
+        wrapped: Any = (
+            self.trainer.optimizer
+        )  # by accelerate, which would step only after the ordinary update's last backward
         getattr(wrapped, "optimizer", wrapped).step()
         model.zero_grad()
         clipped = metrics.get("clip_ratio/region_mean")
@@ -143,23 +136,19 @@ class ImprovingTrainer(GRPOTrainer):
         metrics: dict[str, list] = defaultdict(list)
         options: dict[str, Any] = {"beta": 0.0, "_entropy_bonus_enabled": False, "aux_loss_enabled": False}
         options["current_gradient_accumulation_steps"] = micro_batches
-        before = {name: getattr(self, name) for name in options}
-        of_step, self._metrics["train"] = self._metrics["train"], metrics
+        before = {name: getattr(self.trainer, name) for name in options}
+        of_step, self.trainer._metrics["train"] = self.trainer._metrics["train"], metrics
         log_probs: list[Tensor] = []
         self._log_probs_of_update = log_probs
-        self._set(options)
+        _set(self.trainer, options)
         try:
             yield metrics, log_probs
         finally:
-            self._set(before)
-            self._metrics["train"], self._log_probs_of_update = of_step, None
+            _set(self.trainer, before)
+            self.trainer._metrics["train"], self._log_probs_of_update = of_step, None
 
-    def _set(self, attributes: dict[str, Any]) -> None:
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def around_pass(self, make, *args, **kwargs):
+        result = make(*args, **kwargs)
         if self._log_probs_of_update is not None:
             self._log_probs_of_update.append(result[0].detach())
         return result
@@ -171,24 +160,21 @@ class ImprovingTrainer(GRPOTrainer):
             for batch, new in zip(batches, log_probs, strict=True)
         ]
         joined = torch.cat(ratios)
-        total, count = self.accelerator.reduce(torch.stack([joined.sum(), joined.new_tensor(len(joined))]), "sum")
+        total, count = self.trainer.accelerator.reduce(
+            torch.stack([joined.sum(), joined.new_tensor(len(joined))]), "sum"
+        )
         return float(total / count.clamp(min=1))
 
     # ---- window and kept batch, in every checkpoint
 
-    def _save_optimizer_and_scheduler(self, output_dir) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.improvement is not None:
-            os.makedirs(output_dir, exist_ok=True)  # another process than the first may be here before it
-            state = {"window": self.improvement.state_dict(), "batches": self._kept}
-            state["processes"] = self.accelerator.num_processes
-            torch.save(state, os.path.join(output_dir, STATE.format(self.accelerator.process_index)))
+    def save(self, folder) -> None:
+        os.makedirs(folder, exist_ok=True)  # another process than the first may be here before it
+        state = {"window": self.improvement.state_dict(), "batches": self._kept}
+        state["processes"] = self.trainer.accelerator.num_processes
+        torch.save(state, os.path.join(folder, STATE.format(self.trainer.accelerator.process_index)))
 
-    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.improvement is None or checkpoint is None:
-            return
-        name, processes = STATE.format(self.accelerator.process_index), self.accelerator.num_processes
+    def load(self, checkpoint) -> None:
+        name, processes = STATE.format(self.trainer.accelerator.process_index), self.trainer.accelerator.num_processes
         file = os.path.join(checkpoint, name)
         if not os.path.exists(file):
             raise ValueError(
@@ -203,4 +189,9 @@ class ImprovingTrainer(GRPOTrainer):
                 "anew."
             )
         self.improvement.load_state_dict(state["window"])
-        self._kept = send_to_device(state["batches"], self.accelerator.device)
+        self._kept = send_to_device(state["batches"], self.trainer.accelerator.device)
+
+
+def _set(holder: Any, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(holder, name, value)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from otb.config_keys import flatten
-from otb.improving_trainer import ImprovingTrainer
 from otb.loss_inputs import per_position, response_mask
+from otb.method import Method
 from otb.options import CHUNKS
 from otb.rollouts import joined
 
@@ -44,78 +44,77 @@ class KeptPass(NamedTuple):
     first: int
 
 
-class LeanTrainer(ImprovingTrainer):
-    """A GRPOTrainer that leaves out of the passes of its loss what has no gradient."""
+class LeanLoss(Method):
+    """Leaves out of the passes of the loss what has no gradient."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self):
         self._kept_pass: KeptPass | None = None  # of the last generation, until its loss
         self._rows_kept = 0  # in all passes that were kept so far
         self._loss_inputs: dict | None = None  # while a lean loss is computed
-        super().__init__(*args, **kwargs)
 
-    def _is_lean(self, batch: dict) -> bool:
+    def applies(self, batch: dict) -> bool:
         """Tells whether a rollout without advantage has no gradient here, and this process may leave its backward out.
 
-        A class whose method gives it one adds its own condition. An expert that only such rollouts reach would get no
-        gradient instead of one of 0, which Adam tells apart.
+        An expert that only such rollouts reach would get no gradient instead of one of 0, which Adam tells apart.
         """
+        trainer = self.trainer
         return (
-            super()._is_lean(batch)
-            and bool(getattr(self.args, "lean_steps", False))
-            and self.model.training
-            and self.accelerator.num_processes == 1
-            and self.args.n_gpu <= 1
-            and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-            and not (self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled)
+            all(method.allows_lean(batch) for method in trainer.methods)
+            and bool(getattr(trainer.args, "lean_steps", False))
+            and trainer.model.training
+            and trainer.accelerator.num_processes == 1
+            and trainer.args.n_gpu <= 1
+            and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+            and not (trainer.beta or trainer._entropy_bonus_enabled or trainer.aux_loss_enabled)
             and "pixel_values" not in batch
             and not self._has_experts
         )
 
-    def _can_keep_pass(self, batch: dict) -> bool:
+    def can_keep(self, batch: dict) -> bool:
         """Tells whether the loss will read the same rollouts with the same weights as a pass made now."""
+        args = self.trainer.args
         return (
-            self._is_lean(batch)
-            and self.args.steps_per_generation == self.num_iterations == 1
-            and not self.args.gradient_checkpointing
-            and not self.args.neftune_noise_alpha
-            and not self._is_noisy
+            self.applies(batch)
+            and args.steps_per_generation == self.trainer.num_iterations == 1
+            and not args.gradient_checkpointing
+            and not args.neftune_noise_alpha
+            and not self.is_noisy
         )
 
     @cached_property
     def _has_experts(self) -> bool:
-        options = flat_options(self.accelerator.unwrap_model(self.model)).items()
+        options = flat_options(self.trainer.accelerator.unwrap_model(self.trainer.model)).items()
         return any("expert" in name and bool(value) for name, value in options)
 
     @cached_property
-    def _is_noisy(self) -> bool:
-        return is_noisy(self.accelerator.unwrap_model(self.model))
+    def is_noisy(self) -> bool:
+        return is_noisy(self.trainer.accelerator.unwrap_model(self.trainer.model))
 
-    def _keep_pass(self, output: dict, log_probs: Tensor, entropies: Tensor, has_graph: Tensor) -> None:
+    def keep(self, output: dict, log_probs: Tensor, entropies: Tensor, has_graph: Tensor) -> None:
         """Keeps a pass for the loss. output: what TRL will shuffle and hand to it."""
         self._kept_pass = KeptPass(log_probs, entropies, has_graph, self._rows_kept)
         rows = len(log_probs)
         output[ROW] = torch.arange(self._rows_kept, self._rows_kept + rows, device=log_probs.device)
         self._rows_kept += rows
 
-    def _generate_and_score_completions(self, inputs):
-        self._kept_pass = None  # whatever became of the loss that it was for
-        return super()._generate_and_score_completions(inputs)
+    def forget(self) -> None:
+        """Drops a kept pass, whatever became of the loss that it was for."""
+        self._kept_pass = None
 
-    def _compute_loss(self, model, inputs):
-        if not self._is_lean(inputs):
-            return super()._compute_loss(model, inputs)
+    def around_loss(self, make, model, inputs):
+        if not self.applies(inputs):
+            return make(model, inputs)
         self._loss_inputs = inputs
         try:
-            return super()._compute_loss(model, inputs)
+            return make(model, inputs)
         finally:
             self._loss_inputs = self._kept_pass = None
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+    def around_pass(self, make, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         batch = self._loss_inputs
         further = any(value is not None for name, value in kwargs.items() if not name.startswith("compute_"))
         if batch is None or args or further:  # what has rows of its own
-            part = (model, input_ids, attention_mask, logits_to_keep)
-            return super()._get_per_token_logps_and_entropies(*part, *args, **kwargs)
+            return make(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         learns, kept = learning_rows(batch), self._kept_rows(batch)
         known = torch.zeros_like(learns) if kept is None else kept.has_graph | ~learns
         parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
@@ -125,7 +124,7 @@ class LeanTrainer(ImprovingTrainer):
             wide = slice(input_ids.size(1) - logits_to_keep + width)
             with torch.set_grad_enabled(with_gradient):
                 part = (model, input_ids[rows, wide], attention_mask[rows, wide], width)
-                passed = super()._get_per_token_logps_and_entropies(*part, **kwargs)
+                passed = make(*part, **kwargs)
             parts.append((rows, passed[:2]))
         if kept is not None:
             rows = known.nonzero().squeeze(1)
