@@ -20,13 +20,13 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# What no row of docs/study/rows covers. QUICK=1 gives every claim with few seeds and rows of its own, in half an hour.
+# What no row of study/rows covers. QUICK=1 gives every claim with few seeds and rows of its own, in half an hour.
 study: .venv/installed
-	$(BIN)/python experiments/study.py $(if $(QUICK),--quick --rows build/docs/study/rows) $(ARGS)
-	$(if $(QUICK),$(BIN)/python -m analysis.study report --folder build/docs/study)
+	$(BIN)/python study/run.py $(if $(QUICK),--quick --rows build/study/rows) $(ARGS)
+	$(if $(QUICK),$(BIN)/python -m study report --folder build/study)
 
 report-study: .venv/installed
-	$(BIN)/python -m analysis.study report
+	$(BIN)/python -m study report
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench.py $(ARGS)

@@ -13,7 +13,7 @@ from analysis.checks import one_setting, require
 from analysis.intervals import FEWEST, curve_interval
 from analysis.style import dash, seeds_text
 from otb.errors import RunError
-from otb.metric_names import EVALUATION_METRICS, METRICS
+from otb.records.metric_names import EVALUATION_METRICS, METRICS
 
 SEED_LINES = 100  # thin lines of one axes; more would hide each other, and the page would open slowly
 Curve = tuple[str, NDArray, NDArray, bool]  # run, x, y, diverged

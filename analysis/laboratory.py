@@ -1,7 +1,7 @@
 """python -m analysis.laboratory FOLDER...: prints measurements of experiments/variance.py as tables and draws them.
 
 Several folders (checkpoints, tasks, LoRA) stand side by side in one figure. With `--front FILE.png` one folder becomes
-the figure of the front page instead. experiments/laboratory_report.py calls `draw_all`.
+the figure of the front page instead. experiments/measuring/variance_table.py calls `draw_all`.
 """
 
 from __future__ import annotations

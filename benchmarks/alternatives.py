@@ -1,9 +1,9 @@
 """Times two loops of this project beside what transformers offers: `python benchmarks/alternatives.py`, two minutes.
 
-Sampling: otb/lean_sampling.py beside generate as it is, with a static cache, with a static cache and torch.compile,
-and beside continuous batching. Loss: the chunks of otb.lean_loss.py beside packed sequences without padding, all
-rollouts in one or a few in each, whose sums of log-probs have to be the same. Seconds of the processor, on the tiny
-policy and `arithmetic`, 16 prompts x 4; every way in turn on the same prompts.
+Sampling: otb/training/lean_sampling.py beside generate as it is, with a static cache, with a static cache and
+torch.compile, and beside continuous batching. Loss: the chunks of otb.lean_loss.py beside packed sequences without
+padding, all rollouts in one or a few in each, whose sums of log-probs have to be the same. Seconds of the processor, on
+the tiny policy and `arithmetic`, 16 prompts x 4; every way in turn on the same prompts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from transformers import (
     GenerationConfig,
 )
 
-from otb.lean_sampling import lean_sampling
-from otb.lean_loss import chunks
-from otb.options import CHUNKS
-from otb.policies.warm_start import WarmStart, warm_start
+from otb.policies.tiny_warm_start import WarmStart, warm_start
 from otb.tasks.arithmetic import Arithmetic
+from otb.training.lean_loss import chunks
+from otb.training.lean_sampling import lean_sampling
+from otb.training.options import CHUNKS
 
 PROMPTS, GROUP_SIZE = 16, 4
 WARM_UP = 3  # batches that are not counted

@@ -107,7 +107,7 @@ def conformance(session: Session) -> str:
 
 def tests(session: Session) -> str:
     """Returns pytest's count of the tests marked gpu; without a GPU they are skipped."""
-    given = ["-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/test_gpu.py", "-rN"]
+    given = ["-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/trainer/test_gpu.py", "-rN"]
     summary = session.run("tests", *given, "-o", "addopts=").strip().splitlines()[-1]
     return summary.strip("= ")
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from step_time import LORA, PLAIN, TWICE, WARM_UP_STEPS, otb_arm, quiet, ratio, side_by_side
 
-from otb.auxiliary import MODES, MultiTokenPrediction
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
-from otb.improvement import PolicyImprovement
-from otb.schedules import LengthTriggeredDecay
-from otb.token_weights import TokenWeights
+from otb.methods.auxiliary import MODES, MultiTokenPrediction
+from otb.methods.improvement import PolicyImprovement
+from otb.methods.schedules import LengthTriggeredDecay
+from otb.methods.token_weights import TokenWeights
 
 BASELINES = {"rloo": rloo, "otb": otb}
 SIGNALS = ("surprisal", "entropy_reduction", "divergence", "arca")

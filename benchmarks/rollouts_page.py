@@ -31,7 +31,7 @@ requestAnimationFrame(frame);"""
 
 
 def group(rng: np.random.Generator, words: np.ndarray, step: int, prompt: int) -> list[dict]:
-    """Returns the rows of one prompt group, as experiments/run_trainer.py writes them."""
+    """Returns the rows of one prompt group, as experiments/running/run_trainer.py writes them."""
     rewards = (rng.random(ROLLOUTS) < 0.5).astype(float)
     sure = rng.random((ROLLOUTS, TOKENS)) < 0.6
     log_probs = -rng.exponential(np.where(sure, 0.01, 1.2)).astype(np.float32)

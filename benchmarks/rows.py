@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hydra import compose, initialize_config_dir
 
-from experiments.build import build
-from experiments.command_line import CONF
+from experiments.running.build import build
+from experiments.running.command_line import CONF
 from otb.policies.models import check_prompt_lengths, describe_policy
 
 PROBLEMS, COPIES = 17_917, 100

@@ -121,7 +121,9 @@ def measure_all(factors: list[str]) -> pd.DataFrame:
     points = {json.dumps(BASE | {factor: size}): factor for factor in factors for size in VARIED[factor]}
     os.environ["PYTHONPATH"] = str(ROOT)
     server = get_context("forkserver")
-    server.set_forkserver_preload(["otb.trainer", "otb.policies.tiny_policy", "otb.tasks.arithmetic", "pandas"])
+    server.set_forkserver_preload(
+        ["otb.training.trainer", "otb.policies.tiny_policy", "otb.tasks.arithmetic", "pandas"]
+    )
     rows = []
     with ProcessPoolExecutor(1, server, max_tasks_per_child=1) as pool:
         for repeat in range(REPEATS):

@@ -36,7 +36,7 @@ COMMANDS = {  # what -> words, exit code
     "a sweep of 200 runs, sent (sbatch answers at once)": ([RUN, *SWEEP], 0),
     "import otb": (["-c", "import otb"], 0),
     "import torch": (["-c", "import torch"], 0),
-    "import all that a run needs": (["-c", "import experiments.train"], 0),
+    "import all that a run needs": (["-c", "import experiments.running.train"], 0),
 }
 # In the place of SLURM: takes every job, has none in its queue.
 STAND_INS = {"sbatch": "echo Submitted batch job 1", "squeue": "true", "scontrol": "true", "srun": "true"}

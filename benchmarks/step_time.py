@@ -44,14 +44,14 @@ from otb.baselines.otb_exact import otb_exact
 from otb.baselines.rloo import rloo
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
-from otb.policies.warm_start import WarmStart, warm_start
+from otb.methods.tool_rollouts import ToolTrainer
+from otb.policies.tiny_warm_start import WarmStart, warm_start
 from otb.random_state import isolated_random_state
 from otb.sandbox.bubblewrap import Bubblewrap
 from otb.tasks import Task
 from otb.tasks.arithmetic import Arithmetic
 from otb.tasks.arithmetic_tools import ArithmeticTools
 from otb.tasks.python_tool import PythonTool
-from otb.tool_rollouts import ToolTrainer
 
 WARM_UP_STEPS = 2
 PROMPTS = 16

@@ -18,10 +18,10 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import opened_sandbox
-from experiments.command_line import CONF, ending_at_once, exit_codes, refusals, run_hydra
 from experiments.evaluation.command import check_files, plan
-from experiments.hardware import check_gpus, start_processes, starts_processes
+from experiments.running.build import opened_sandbox
+from experiments.running.command_line import CONF, ending_at_once, exit_codes, refusals, run_hydra
+from experiments.running.hardware import check_gpus, start_processes, starts_processes
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="evaluate")
@@ -42,12 +42,12 @@ def main(cfg: DictConfig) -> None:
 
                 evaluate(wanted, sandbox)
         if int(os.environ.get("RANK", 0)) == 0:
-            from experiments.evaluation.report import report
+            from experiments.evaluation.accuracy_table import report
 
             wanted.release()
             report(wanted)
         if "WORLD_SIZE" in os.environ and "torch" in sys.modules:
-            from experiments.train import wait_for_all_processes
+            from experiments.running.train import wait_for_all_processes
 
             wait_for_all_processes()  # one that ended earlier could take the first with it, before its report
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import yaml
 
-from experiments.command_line import CONF
+from experiments.running.command_line import CONF
 
 TITLES = {
     "baseline": "what an advantage is measured against",

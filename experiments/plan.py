@@ -21,12 +21,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import is_off
 from experiments.checks import check, check_parallel_and_sampler
-from experiments.command_line import CONF, accept_open_keys, near_miss, refusals, refuse_unknown_choices
 from experiments.planning.costs import Card, Rates, Run
 from experiments.planning.fit import ASSUMPTIONS, processes_of, step_of
 from experiments.planning.step import Step
+from experiments.running.build import is_off
+from experiments.running.command_line import CONF, accept_open_keys, near_miss, refusals, refuse_unknown_choices
 from otb import baselines
 from otb.errors import RunError
 
@@ -234,7 +234,7 @@ def command_line(arguments: list[str]) -> None:
         return
     with refusals():
         plans, assumptions = plan(arguments)
-        from experiments.planning.report import print_plan
+        from experiments.planning.estimate_table import print_plan
 
         print_plan(plans, assumptions)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from otb.errors import CRASHED, first_line
-from otb.tasks.rows import fetch_rows
+from otb.tasks.loading import fetch_rows
 from otb.tasks.sources import ONLY, Source
 
 # What transformers loads; the same weights in other formats would double the download.
@@ -51,8 +51,8 @@ def sources_of(task: str) -> list[Source]:
     """
     from hydra import compose, initialize_config_dir
 
-    from experiments.build import build
-    from experiments.command_line import CONF, near_miss
+    from experiments.running.build import build
+    from experiments.running.command_line import CONF, near_miss
 
     known = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
     if task not in known:

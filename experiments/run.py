@@ -20,16 +20,16 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import opened_sandbox
 from experiments.checks import check
 from experiments.checks.files import check_files
-from experiments.command_line import CONF, ending_at_once, exit_codes, refusals, run_hydra
-from experiments.environment import number_of_processes
-from experiments.hardware import check_gpus, check_this_machine, counted, start_processes, starts_processes
-from experiments.identity import difference, run_path, short_name
-from experiments.run_lock import RunLock, held_by_this_run, restarts, started_by
+from experiments.running.build import opened_sandbox
+from experiments.running.command_line import CONF, ending_at_once, exit_codes, refusals, run_hydra
+from experiments.running.environment import number_of_processes
+from experiments.running.hardware import check_gpus, check_this_machine, counted, start_processes, starts_processes
+from experiments.running.identity import difference, run_path, short_name
+from experiments.running.run_lock import RunLock, held_by_this_run, restarts, started_by
+from experiments.running.warning_signal import Interrupted, listen
 from experiments.sweeps.jobs import JobFile, sweep_arguments
-from experiments.warning_signal import Interrupted, listen
 from otb.errors import RunError, unwritable
 from otb.files import write_atomically
 from otb.records import RunDirectory, timestamp
@@ -108,12 +108,12 @@ def train_locked(
     cfg: DictConfig, directory: RunDirectory, lock: RunLock | None, command: list[str], name: str | None
 ) -> None:
     """Trains to the end, or notes in status.json why it did not. lock: None in all processes but the first."""
-    from experiments.progress import Progress
+    from experiments.running.progress import Progress
 
     with Progress(cfg.steps, name=name, quiet=lock is None) as progress:
         try:
             with opened_sandbox(cfg) as sandbox:
-                from experiments.train import train  # torch, transformers and trl: seconds, so only now
+                from experiments.running.train import train  # torch, transformers and trl: seconds, so only now
 
                 train(cfg, directory, lock, command, progress, sandbox)
         except Interrupted:
@@ -132,7 +132,7 @@ def train_locked(
 def wait_for_the_others() -> None:
     """Returns when every process of the run is here: one that ended earlier could take the first with it too soon."""
     if "WORLD_SIZE" in os.environ:
-        from experiments.train import wait_for_all_processes
+        from experiments.running.train import wait_for_all_processes
 
         wait_for_all_processes()
 
@@ -255,7 +255,7 @@ def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
     picture = run_picture(directory)
     directory.write_status("finished", step=steps, steps=steps)
     if with_table:
-        from experiments.summary import print_table
+        from experiments.running.summary import print_table
 
         print_table([directory.path])
         print(f"run directory: {directory.path}\nlearning curve: {picture}")

@@ -21,12 +21,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import checks
-from experiments.build import opened_sandbox, uses_tools
 from experiments.checks.files import check_files, check_training_rows
 from experiments.checks.values import check_true_or_false, check_whole_numbers
-from experiments.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
-from experiments.identity import kept_keys, of_sandbox, weights_digest
-from experiments.run_lock import RunLock
+from experiments.running.build import opened_sandbox, uses_tools
+from experiments.running.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
+from experiments.running.identity import kept_keys, of_sandbox, weights_digest
+from experiments.running.run_lock import RunLock
 from otb.errors import RunError
 from otb.files import write_atomically
 
@@ -62,7 +62,7 @@ def measure(cfg: DictConfig, names: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock(folder), opened_sandbox(cfg) as sandbox:
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        from experiments.laboratory import laboratory  # torch, transformers and trl: seconds, so only now
+        from experiments.measuring.laboratory import laboratory  # torch, transformers and trl: seconds, so only now
 
         laboratory(cfg, names, folder, sandbox)
     print(f"{folder}: {time.monotonic() - started:.0f} s")

@@ -18,17 +18,17 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import checks
-from experiments.build import build, is_tiny
 from experiments.checks.files import check_sources, check_training_rows
 from experiments.checks.model import check_model_is_here
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
-from experiments.command_line import CONF, exit_codes, refusals, run_hydra
-from experiments.hardware import visible_gpus
-from experiments.threads import check_threads
-from otb.config_keys import flatten
+from experiments.running.build import build, is_tiny
+from experiments.running.command_line import CONF, exit_codes, refusals, run_hydra
+from experiments.running.hardware import visible_gpus
+from experiments.running.threads import check_threads
 from otb.errors import RunError, unwritable
-from otb.options import Batches, batches
 from otb.policies.folders import MADE_FROM
+from otb.records.config_keys import flatten
+from otb.training.options import Batches, batches
 
 WHERE_AND_HOW = ("output", "use_cpu", "threads", "model.learning_rate")  # keys that make no other policy
 SMALLEST = {"demonstrations": 1, "demonstrations_per_step": 1, "seed": 0}
@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
             print(f"{output}: made already with the same settings, nothing to do.")
             return
         check_files(cfg)
-        from experiments.warm_starting import warm_start  # torch, transformers and trl: seconds, so only now
+        from experiments.running.warm_starting import warm_start  # torch, transformers and trl: seconds, so only now
 
         command = ["python", "experiments/warm_start.py", *HydraConfig.get().overrides.task]
         record = warm_start(cfg, output, step, {"recipe": asked, "command": command})

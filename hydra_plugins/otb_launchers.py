@@ -47,7 +47,7 @@ class Sweeper(BasicSweeper):
     """Hydra's own sweeper without its check that every run composes, which the launchers make too."""
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Does nothing; experiments/sweeps/plan.py composes and checks every run."""
+        """Does nothing; experiments/sweeps/runs_of.py composes and checks every run."""
 
 
 class LocalLauncher(Launcher):
@@ -60,7 +60,7 @@ class LocalLauncher(Launcher):
         self.hydra_context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from experiments.command_line import refusals
+        from experiments.running.command_line import refusals
         from experiments.sweeps.local import launch
 
         with refusals():
@@ -73,7 +73,7 @@ class SlurmLauncher(PluginLauncher):
     """Sends runs by the plugin's options; but its jobs survive their submitter, preemption and time limits."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from experiments.command_line import refusals
+        from experiments.running.command_line import refusals
         from slurm.submit import launch
 
         with refusals():

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from otb.policies.warm_start import WarmStart, warm_start
+from otb.policies.tiny_warm_start import WarmStart, warm_start
 from otb.score_norms import log_sum_squared_probs
 from otb.tasks.arithmetic import Arithmetic
 

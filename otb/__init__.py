@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str):
     if name in __all__:
-        from otb import trainer
+        from otb.training import trainer
 
         return getattr(trainer, name)
     raise AttributeError(f"module 'otb' has no attribute {name!r}; it exports {', '.join(__all__)}.")

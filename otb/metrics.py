@@ -1,6 +1,6 @@
 """Computes statistics of a step's rollouts and of the advantages used, which the trainer logs.
 
-The names are those of `otb.metric_names.METRICS`, which holds units and definitions. What cannot be measured is
+The names are those of `otb.records.metric_names.METRICS`, which holds units and definitions. What cannot be measured is
 left out.
 """
 

@@ -1,7 +1,7 @@
 """Lists what this project relies on inside other libraries, file by file, and checks it: `python -m otb.seams`.
 
 Everything else goes through documented interfaces. Before pyproject.toml allows another version of a library, this list
-says what to look at. tests/test_seams.py checks the installed libraries, and that no file of
+says what to look at. tests/trainer/test_seams.py checks the installed libraries, and that no file of
 the project uses a private name that is not listed here. Importing this file imports none of the libraries.
 """
 
@@ -37,7 +37,7 @@ class Seam(NamedTuple):
 
 
 SEAMS: dict[str, tuple[Seam, ...]] = {
-    "otb/trainer.py": (
+    "otb/training/trainer.py": (
         Seam(GRPO, "__init__(model, reward_funcs, args)", "extended: options are refused before the model is loaded"),
         Seam(
             GRPO,
@@ -119,7 +119,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "as TRL does around passes without gradient",
         ),
     ),
-    "otb/lean_sampling.py": (
+    "otb/training/lean_sampling.py": (
         Seam(
             "transformers:GenerationMixin",
             "_supports_default_dynamic_cache()",
@@ -189,7 +189,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, '"tool_mask"', "in that where there are tools: False for tool tokens"),
         Seam(GRPO, '"pixel_values"', "in that where prompts have images, which extra passes do not see"),
     ),
-    "otb/mtp.py": (
+    "otb/methods/mtp.py": (
         Seam(
             "trl.kernels:ChunkedLogProbFunction",
             "forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, "
@@ -204,12 +204,12 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, '"num_items_in_batch"', "in a batch: the tokens of the generation, which dapo divides by"),
         Seam("transformers:PreTrainedConfig", '"_commit_hash"', "of the hub model, whose own head is read from there"),
     ),
-    "otb/sampler_copy.py": (
+    "otb/methods/sampler_copy.py": (
         Seam(VLLM, "sync_weights()", "what TRL calls where the policy has changed"),
         Seam(VLLM, "generate(prompts, images)", "returns ids and log-probs in the second and third place"),
         Seam(VLLM, "max_completion_length", "the longest response, which the trainers set"),
     ),
-    "otb/tool_rollouts.py": (
+    "otb/methods/tool_rollouts.py": (
         Seam(GRPO, "_generate(prompts)", "extended: follows every rollout from its prompt to its end"),
         Seam(GRPO, "_generate_single_turn(prompt_ids)", "extended: keeps a turn in the budget, runs its programs"),
         Seam(GRPO, "_get_tool_suffix_ids(tool_messages)", "extended: makes a reply harmless and short enough"),
@@ -228,7 +228,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(VLLM, "llm", "vLLM's engine itself"),
         Seam(VLLM, '"kv_cache"', "what generate() wakes of it beside the weights"),
     ),
-    "otb/tool_calls.py": (
+    "otb/methods/tool_calls.py": (
         Seam(
             "trl.chat_template_utils", "parse_response(tokenizer, ids, *, prefix, tools)", "reads the calls of a turn"
         ),
@@ -244,7 +244,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
     "otb/laboratory/sampling.py": (
         Seam(GRPO, "_generate_and_score_completions(inputs)", "called in evaluation mode, for rollouts alone"),
     ),
-    "otb/tasks/rows.py": (
+    "otb/tasks/loading.py": (
         Seam("datasets.load:CachedDatasetModuleFactory", '"___"', "in the folder of a hub id that it has prepared"),
     ),
     "otb/policies/models.py": (
@@ -262,12 +262,12 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam("atexit", "_run_exitfuncs()", "runs those of the program, as the end of Python would"),
         Seam("threading", "_shutdown()", "waits for the program's threads, as the end of Python would"),
     ),
-    "experiments/evaluating_trainer.py": (
+    "experiments/running/evaluating_trainer.py": (
         Seam(GRPO, "_logs", "rows of TRL's table of completions, which evaluations must not fill"),
         Seam(GRPO, "_generate_and_score_completions(inputs)", "called for rollouts of an evaluation"),
         Seam(GRPO, "_metrics", "metrics of the evaluation, which nothing reads"),
     ),
-    "experiments/run_trainer.py": (
+    "experiments/running/run_trainer.py": (
         Seam(GRPO, "training_step()", "extended: keeps the loss of the micro-batch"),
         Seam(GRPO, "_get_grad_norm()", "extended: the last thing asked before the optimizer steps"),
         Seam(GRPO, "_maybe_log_save_evaluate()", "extended: the step's samples, evaluation and checkpoint follow"),
@@ -285,15 +285,15 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Seam(GRPO, "_last_loaded_step", "the step whose weights vLLM has; -1 makes it take them again"),
         Seam(GRPO, "_metrics", "metrics of the batch, which nothing logs"),
     ),
-    "experiments/command_line.py": (
+    "experiments/running/command_line.py": (
         Seam("hydra._internal.utils", "get_args_parser()", "tells overrides from Hydra's own options"),
     ),
-    "experiments/fields.py": (
+    "experiments/running/fields.py": (
         Seam("trl.trainer.grpo_config", "GRPOConfig", "its fields are read from the source, without importing torch"),
         Seam("trl.trainer.base_config", "_BaseConfig", "its fields are read from the source"),
         Seam("transformers.training_args", "TrainingArguments", "its fields are read from the source"),
     ),
-    "experiments/sweeps/plan.py": (
+    "experiments/sweeps/runs_of.py": (
         Seam(
             "hydra._internal.config_loader_impl:ConfigLoaderImpl",
             "_apply_overrides_to_config(overrides, cfg)",

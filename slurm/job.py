@@ -17,9 +17,9 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.run_lock import RESTARTS_VARIABLE, SWEEP_VARIABLE
+from experiments.running.run_lock import RESTARTS_VARIABLE, SWEEP_VARIABLE
+from experiments.running.warning_signal import WARNING_VARIABLE
 from experiments.sweeps.jobs import Job, load_job, may_restart, reason_in
-from experiments.warning_signal import WARNING_VARIABLE
 from otb.errors import CRASHED, TRY_AGAIN
 from slurm.controller import end_time, job_facts, requeue
 

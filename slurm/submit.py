@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from experiments.sweeps.display import SweepDisplay
 from experiments.sweeps.jobs import Job, earlier_jobs, load_jobs, save_jobs
-from experiments.sweeps.plan import folder_of, plan
+from experiments.sweeps.runs_of import folder_of, plan
 from experiments.sweeps.snapshot import take_snapshot
 from otb.errors import CRASHED, STOPPED_FROM_KEYBOARD, RunError
 from otb.files import write_atomically

@@ -14,7 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from analysis.arms import arm_name, label, shipped_baselines
-from otb.config_keys import WHERE_AND_HOW, is_as_before, is_one_of
+from otb.records.config_keys import WHERE_AND_HOW, is_as_before, is_one_of
 
 AXES = ("baseline", "group_size", "seed")
 # What changes neither the policy nor what is measured of it. Runs of different `steps` share a setting and are marked.

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.json
 import yaml
 
-from otb.config_keys import flatten
-from otb.metric_names import METRICS
+from otb.records.config_keys import flatten
+from otb.records.metric_names import METRICS
 
 NUMBER = pa.float64()
 METRICS_SCHEMA = pa.schema([(name, NUMBER) for name in METRICS])

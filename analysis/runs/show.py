@@ -1,7 +1,7 @@
 """Prints a prompt group of a run, its tokens coloured: `python -m analysis.runs.show RUN`.
 
-Options: --step S, --prompt P, --by energy. It reads the samples in rollouts/, which experiments/run_trainer.py writes;
-needs neither torch nor the model.
+Options: --step S, --prompt P, --by energy. It reads the samples in rollouts/, which experiments/running/run_trainer.py
+writes; needs neither torch nor the model.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Importing torch takes 3 s and TRL 8 s, and neither a wrong key on a login node nor one in 200 runs of a sweep should
 cost that. This is why everything that reads a configuration does without them: types of tensors stand under
 TYPE_CHECKING, baselines import torch inside their functions, the options of GRPOConfig are read from its source file
-(fields.py), and run.py imports train.py last. tests/test_architecture.py lists the modules that must stay light.
+(fields.py), and run.py imports train.py last. tests/promises/test_architecture.py lists the modules that must stay
+light.
 
-Called by experiments/run.py, experiments/variance.py, and for every run of a sweep by experiments/sweeps/plan.py.
+Called by experiments/run.py, experiments/variance.py, and for every run of a sweep by experiments/sweeps/runs_of.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from types import SimpleNamespace
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from experiments.build import build, is_off
 from experiments.checks.choices import check_keys_of_choice
 from experiments.checks.files import check_training_rows
 from experiments.checks.methods import check_methods
@@ -25,19 +25,20 @@ from experiments.checks.model import check_model
 from experiments.checks.target import check_target
 from experiments.checks.trainer import check_parallel_trainer, check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
-from experiments.hardware import (
+from experiments.planning.fit import check_card
+from experiments.planning.step import SAMPLES_HERE
+from experiments.running.build import build, is_off
+from experiments.running.hardware import (
     check_gpus,
     check_processes,
     check_this_machine,
     gpu_memory,
     wait_for_server,
 )
-from experiments.held_out import check_held_out
-from experiments.planning.fit import check_card
-from experiments.planning.step import SAMPLES_HERE
+from experiments.running.held_out import check_held_out
 from otb import baselines
 from otb.errors import RunError
-from otb.options import NEUTRAL_SAMPLING, batches, refuse_band, refuse_broken_groups, refuse_options
+from otb.training.options import NEUTRAL_SAMPLING, batches, refuse_band, refuse_broken_groups, refuse_options
 
 SMALLEST = {  # of the keys that are whole numbers
     "group_size": 1,

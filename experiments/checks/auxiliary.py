@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import is_off
-from otb.auxiliary import MultiTokenPrediction, refuse_auxiliary, refuse_both
+from experiments.running.build import is_off
 from otb.errors import RunError
+from otb.methods.auxiliary import MultiTokenPrediction, refuse_auxiliary, refuse_both
 
 
 def check_auxiliary(cfg: DictConfig, head: MultiTokenPrediction) -> None:

@@ -7,7 +7,7 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.checks.values import typed
-from experiments.command_line import CONF, near_miss
+from experiments.running.command_line import CONF, near_miss
 from otb.errors import RunError
 
 

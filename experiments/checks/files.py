@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from huggingface_hub import constants
 from omegaconf import DictConfig
 
-from experiments.build import build
 from experiments.checks.model import check_model_is_here
-from experiments.held_out import held_out_tasks
+from experiments.running.build import build
+from experiments.running.held_out import held_out_tasks
 from otb.errors import RunError
-from otb.tasks.rows import refuse_absent
+from otb.tasks.loading import refuse_absent
 from otb.tasks.sources import Source
 
 

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from experiments.planning.step import SAMPLES_HERE
 from otb.errors import RunError
-from otb.options import refuse_improvement
+from otb.training.options import refuse_improvement
 
 
 def check_improvement(cfg: DictConfig, improvement) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the groups that may be off, METHODS of experiments/build.py. Imports no torch."""
+"""Checks of the groups that may be off, METHODS of experiments/running/build.py. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import METHODS, build, is_off
 from experiments.checks.auxiliary import check_auxiliary
 from experiments.checks.improvement import check_improvement
 from experiments.checks.target import check_target
-from experiments.command_line import CONF
+from experiments.running.build import METHODS, build, is_off
+from experiments.running.command_line import CONF
 from otb.errors import RunError
-from otb.token_weights import refuse_without_base
+from otb.methods.token_weights import refuse_without_base
 
 OF_THE_SCHEDULE = {  # keys of trainer that move the learning rate -> what leaves it alone, and what to use instead
     "lr_scheduler_type": (("constant",), "lr_scheduler_type=constant"),

@@ -10,12 +10,12 @@ from pathlib import Path
 from huggingface_hub import constants
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import is_tiny
 from experiments.checks.choices import keys_of_choices
-from experiments.command_line import CONF, near_miss
-from experiments.fields import dataclass_fields
 from experiments.prefetch import cached_file
-from experiments.threads import SMALL
+from experiments.running.build import is_tiny
+from experiments.running.command_line import CONF, near_miss
+from experiments.running.fields import dataclass_fields
+from experiments.running.threads import SMALL
 from otb.errors import NOT_CACHED, RunError, no_model, not_from_the_hub
 from otb.policies.folders import base_of
 
@@ -49,7 +49,7 @@ def check_model(cfg: DictConfig) -> None:
     _check_gguf(cfg)
     _check_chat_template(cfg)
     _check_attention(cfg.model.get("attn_implementation"))
-    recipe = dataclass_fields("otb.policies.warm_start", "WarmStart")
+    recipe = dataclass_fields("otb.policies.tiny_warm_start", "WarmStart")
     for key in cfg.model.get("warm_start") or {}:
         if key not in recipe:
             fields = ", ".join(sorted(recipe))

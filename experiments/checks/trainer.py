@@ -7,10 +7,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments import trackers
 from experiments.checks.values import typed
-from experiments.command_line import near_miss
-from experiments.fields import trainer_fields
+from experiments.running import trackers
+from experiments.running.command_line import near_miss
+from experiments.running.fields import trainer_fields
 from otb.errors import RunError
 
 CHOICES = {  # keys of trainer, of which TRL refuses others at its first step

@@ -13,13 +13,13 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments import checks
-from experiments.build import build, uses_tools
 from experiments.checks.files import check_sources
 from experiments.checks.model import check_model_is_here
 from experiments.checks.values import check_whole_numbers
-from experiments.command_line import CONF, near_miss
-from experiments.evaluation.plan import Plan
-from experiments.hardware import check_processes, check_this_machine, wait_for_server
+from experiments.evaluation.policies_of import Plan
+from experiments.running.build import build, uses_tools
+from experiments.running.command_line import CONF, near_miss
+from experiments.running.hardware import check_processes, check_this_machine, wait_for_server
 from otb.errors import RunError
 from otb.records import RunDirectory
 

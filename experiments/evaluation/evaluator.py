@@ -18,25 +18,25 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from omegaconf import OmegaConf
 
-from experiments.build import build
-from experiments.environment import describe
 from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
 from experiments.evaluation.inputs import Inputs, data_facts, task_inputs
-from experiments.evaluation.plan import Checkpoint, Plan
+from experiments.evaluation.policies_of import Checkpoint, Plan
 from experiments.evaluation.sampling import SamplingTrainer, sample_rows, trainer_options, ungraded
 from experiments.evaluation.weights import Policies
-from experiments.hardware import emulated_bfloat16
-from experiments.progress import Progress
-from experiments.run_lock import RunLock
-from experiments.run_trainer import RESUME_FILES
-from experiments.threads import use_threads
-from experiments.train import described, make_weights_folder, quiet_libraries
+from experiments.running.build import build
+from experiments.running.environment import describe
+from experiments.running.hardware import emulated_bfloat16
+from experiments.running.progress import Progress
+from experiments.running.run_lock import RunLock
+from experiments.running.run_trainer import RESUME_FILES
+from experiments.running.threads import use_threads
+from experiments.running.train import described, make_weights_folder, quiet_libraries
 from otb.baselines.none import none
 from otb.errors import RunError
 from otb.files import write_atomically
 from otb.policies.models import model_facts
 from otb.sandbox import Sandbox
-from otb.trainer import OTBConfig
+from otb.training.trainer import OTBConfig
 
 POLL_SECONDS = 2.0  # between two looks for new checkpoints; far less than any timeout of the other processes
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from experiments.build import build
-from experiments.data import evaluation_facts
+from experiments.running.build import build
+from experiments.running.data import evaluation_facts
 from otb.errors import RunError
+from otb.methods.tool_calls import check_tool_template
 from otb.policies.models import check_prompt_lengths
 from otb.sandbox import Sandbox
 from otb.tasks import Task
-from otb.tool_calls import check_tool_template
 
 
 class Inputs(NamedTuple):

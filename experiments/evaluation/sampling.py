@@ -8,10 +8,10 @@ import torch
 from omegaconf import OmegaConf
 
 from experiments.evaluation.inputs import Inputs
-from experiments.hardware import grpo_options, sampling_limits
+from experiments.running.hardware import grpo_options, sampling_limits
+from otb.methods.tool_rollouts import ToolTrainer
 from otb.random_state import isolated_random_state
 from otb.tasks.grading import Outcome, normalised, number
-from otb.tool_rollouts import ToolTrainer
 
 
 class Response(NamedTuple):

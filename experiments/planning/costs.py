@@ -166,8 +166,8 @@ def disk(step: Step, run: Run, kept_rollouts: int, bytes_per_token: float) -> di
 
     A checkpoint to resume from has float32 weights and AdamW's moments, 12 bytes per trained parameter. Under ddp the
     best one has these weights, 4 bytes; under fsdp2 and zero3 both have the whole policy in `dtype` beside the parts
-    that only a resumed run reads, and the best one has nothing else (experiments/run_trainer.py, RESUME_FILES). While
-    one is written, the last one still lies beside it. kept_rollouts: those in rollouts/.
+    that only a resumed run reads, and the best one has nothing else (experiments/running/run_trainer.py, RESUME_FILES).
+    While one is written, the last one still lies beside it. kept_rollouts: those in rollouts/.
     """
     sharded = step.parallel in ("fsdp2", "zero3")
     whole = float(step.number * step.trained) if sharded else 0.0

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.build import has_reference, is_tiny
-from experiments.command_line import near_miss
 from experiments.planning.architectures import architecture_of
 from experiments.planning.memory import moments, peak, state
 from experiments.planning.memory_parts import vllm_room, vllm_weights
 from experiments.planning.step import SAMPLES_HERE, Step
+from experiments.running.build import has_reference, is_tiny
+from experiments.running.command_line import near_miss
 from otb.errors import RunError
 
 ASSUMPTIONS = Path(__file__).resolve().parents[2] / "conf" / "plan.yaml"

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from experiments.planning.architectures import Architecture
 from experiments.planning.step import Step
-from otb.options import CHUNKS
+from otb.training.options import CHUNKS
 
 TILE = (4096, 32768)  # tokens x vocabulary of TRL's fused LM head: trl/kernels/chunked_logprob.py, trl/trainer/utils.py
 # Tiles alive at once. With Triton one tile is worked on in place; without it (a CPU), torch makes these many copies.
 GPU_TILES = {"forward": 1.0, "backward": 1.0}
 CPU_TILES = {"forward": 4.0, "backward": 8.25}
 # Bytes that autograd keeps of one layer, per token, for backward: (x hidden, x query width, x (query + key width)). The
-# last are the head norms. Counted with torch.autograd.graph.saved_tensors_hooks; tests/test_plan.py counts again.
+# last are the head norms. Counted with torch.autograd.graph.saved_tensors_hooks; tests/planning/test_plan.py counts
+# again.
 KEPT_BY_LAYER = {
     "float32": (24, 0, 8),
     "bfloat16": (16, 0, 6),  # bfloat16 weights, as FSDP2 and ZeRO-3 gather them
@@ -33,9 +34,9 @@ DEEPSPEED_BUCKET = 500_000_000  # reduce_bucket_size, in numbers; two of them wi
 def weights(step: Step) -> float:
     """Returns bytes of the weights: 4 per trained parameter (float32), 2 of zero3 in bfloat16, over the processes.
 
-    Frozen weights beneath LoRA have the dtype of the forward (experiments/train.py, weights_dtype). A copy that samples
-    has 2 for each of all. A reference model is a second copy of the trained ones: TRL loads it in their dtype, and
-    shards it where they are.
+    Frozen weights beneath LoRA have the dtype of the forward (experiments/running/train.py, weights_dtype). A copy that
+    samples has 2 for each of all. A reference model is a second copy of the trained ones: TRL loads it in their dtype,
+    and shards it where they are.
     """
     per_trained = (step.number if step.parallel == "zero3" else 4) * (2 if step.reference else 1)
     copied = 2.0 * (step.trained + step.frozen) if step.sampler == "hf_bfloat16" else 0.0

@@ -9,8 +9,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from experiments.progress import LINES_PER_RUN
-from experiments.summary import distinct_names
+from experiments.running.progress import LINES_PER_RUN
+from experiments.running.summary import distinct_names
 from experiments.sweeps.state import RunState, counts, state_table
 
 

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from otb.config_keys import WHERE_AND_HOW, is_one_of
 from otb.errors import RunError
 from otb.files import write_atomically
 from otb.records import RunDirectory
+from otb.records.config_keys import WHERE_AND_HOW, is_one_of
 
 
 @dataclass

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
-from experiments.hardware import visible_gpus
-from experiments.run_lock import (
+from experiments.running.hardware import visible_gpus
+from experiments.running.run_lock import (
     RESTARTS_VARIABLE,
     SWEEP_VARIABLE,
     heartbeat_age,
@@ -30,14 +30,14 @@ from experiments.run_lock import (
     restarts,
     started_by,
 )
+from experiments.running.threads import share_of
+from experiments.running.warning_signal import Interrupted, listen, received
 from experiments.sweeps.display import SweepDisplay
 from experiments.sweeps.jobs import Job, earlier_jobs, may_restart, reason_in, save_jobs
-from experiments.sweeps.plan import folder_of, plan
 from experiments.sweeps.preloaded import Preloaded
+from experiments.sweeps.runs_of import folder_of, plan
 from experiments.sweeps.snapshot import take_snapshot
 from experiments.sweeps.state import Queued, RunState, state_of
-from experiments.threads import share_of
-from experiments.warning_signal import Interrupted, listen, received
 from otb.errors import TRY_AGAIN, RunError
 
 SECONDS_BETWEEN_LOOKS = 0.5

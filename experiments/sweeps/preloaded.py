@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from experiments.warning_signal import SIGNALS, Interrupted, listen
+from experiments.running.warning_signal import SIGNALS, Interrupted, listen
 from otb.errors import TRY_AGAIN
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -113,7 +113,7 @@ def serve() -> NoReturn:
 def import_all() -> None:
     """Imports what a run imports."""
     tiny_policy = "transformers.models.qwen3.modeling_qwen3"  # which transformers imports when it is first asked for
-    for name in ("experiments.run", "experiments.train", "analysis.run_picture", tiny_policy):
+    for name in ("experiments.run", "experiments.running.train", "analysis.run_picture", tiny_policy):
         importlib.import_module(name)
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from experiments.environment import ROOT, SNAPSHOT_FACTS, commit, git, working_tree_diff
+from experiments.running.environment import ROOT, SNAPSHOT_FACTS, commit, git, working_tree_diff
 
 FOLDERS = ("analysis", "benchmarks", "conf", "experiments", "hydra_plugins", "otb", "slurm", "tests")
 BESIDE_PYTHON = (".yaml", ".jinja", ".mplstyle")  # code too, in FOLDERS; elsewhere a yaml may be a run's

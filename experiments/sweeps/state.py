@@ -13,8 +13,8 @@ from typing import NamedTuple
 import psutil
 from rich.table import Column, Table
 
-from experiments.run_lock import machine, read_lock
-from experiments.summary import distinct_names
+from experiments.running.run_lock import machine, read_lock
+from experiments.running.summary import distinct_names
 from experiments.sweeps.jobs import Job
 from otb.records import RunDirectory, read_rows
 

@@ -67,7 +67,8 @@ def declare(
     per_token: the value differs between the tokens of a rollout, so that losses and masks which read one advantage
     per rollout are refused beside it.
     unbiased: True where the expected gradient is exactly that of the expected reward, False where it is not, None where
-    nothing is claimed. tests/test_unbiased.py sums over every group of a small policy and holds the baseline to it.
+    nothing is claimed. tests/estimators/test_unbiased.py sums over every group of a small policy and holds the baseline
+    to it.
 
     Raises:
         ValueError: a need that no trainer can supply.

@@ -7,8 +7,8 @@ import torch
 from otb.baselines.none import none
 from otb.laboratory.scores import Rollout
 from otb.loss_inputs import prompts_with_responses, response_mask
-from otb.tool_rollouts import ToolTrainer
-from otb.trainer import OTBConfig
+from otb.methods.tool_rollouts import ToolTrainer
+from otb.training.trainer import OTBConfig
 
 
 class Sampler:

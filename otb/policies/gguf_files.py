@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from otb.errors import first_line
 from otb.files import sha256_of
 from otb.policies.folders import made_once, write_policy
-from otb.policies.warm_start import default_cache_dir
+from otb.policies.tiny_warm_start import default_cache_dir
 
 
 def unpacked(name: str, revision: str | None, gguf_file: str) -> Path:

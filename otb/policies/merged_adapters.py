@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from otb.errors import first_line
 from otb.files import sha256_of
 from otb.policies.folders import ADAPTER, made_once, write_policy
-from otb.policies.warm_start import default_cache_dir
+from otb.policies.tiny_warm_start import default_cache_dir
 
 FILES = (ADAPTER, "adapter_model.*", "tokenizer*", "chat_template*")  # of the adapter's folder, what is read
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD = "model.mtp_layers.0."  # of the head that predicts the token after the next one; further ones are not read
-PARTS = {  # of the head -> of otb.mtp.MTPHead; all others are those of its layer
+PARTS = {  # of the head -> of otb.methods.mtp.MTPHead; all others are those of its layer
     "token_layernorm": "embedding_norm",
     "hidden_layernorm": "state_norm",
     "input_proj": "projection",
@@ -65,7 +65,7 @@ def files_of_head(place: str, revision: str | None = None) -> list[str]:
 
 
 def shipped_head(place: str, revision: str | None = None) -> dict[str, Tensor]:
-    """Returns the weights of a model's head by the names of otb.mtp.MTPHead, read on the CPU in their own type.
+    """Returns the weights of a model's head by the names of otb.methods.mtp.MTPHead, read on the CPU in their own type.
 
     place, revision: as in `files_of_head`. Raises ValueError where there is none.
     """
@@ -79,7 +79,7 @@ def shipped_head(place: str, revision: str | None = None) -> dict[str, Tensor]:
 
 
 def name_in_head(key: str) -> str:
-    """Returns the name in otb.mtp.MTPHead of a weight of MiMo's head: input_proj.weight -> projection.weight."""
+    """Returns the name that a weight of MiMo's head has in MTPHead: input_proj.weight -> projection.weight."""
     part, _, rest = key.partition(".")
     return f"{PARTS[part]}.{rest}" if part in PARTS else f"block.layers.0.{key}"
 

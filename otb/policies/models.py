@@ -1,7 +1,7 @@
 """Loads policies by name: `tiny` (built here and warm-started), a hub id, or a local folder, all by one loader.
 
-Called by experiments/train.py in this order: `describe_policy` (tokenizer and configuration: small files), the checks
-of prompts and LoRA targets against them, `policy_folder` (the warm start), `load_model` (the weights).
+Called by experiments/running/train.py in this order: `describe_policy` (tokenizer and configuration: small files), the
+checks of prompts and LoRA targets against them, `policy_folder` (the warm start), `load_model` (the weights).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from otb.policies.merged_adapters import merged
 from otb.policies.mimo import files_of_head
 from otb.policies.templates import set_chat_template, stop_at_end_of_turn
 from otb.policies.tiny_policy import build_tokenizer, model_config
-from otb.policies.warm_start import WarmStart, default_cache_dir, warm_start
+from otb.policies.tiny_warm_start import WarmStart, default_cache_dir, warm_start
 
 if TYPE_CHECKING:
     from peft import LoraConfig

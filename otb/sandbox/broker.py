@@ -21,7 +21,7 @@ import struct
 import sys
 import time
 
-# The same as in runner.py; tests/test_sandbox.py compares them.
+# The same as in runner.py; tests/sandbox/test_sandbox.py compares them.
 MEMORY_EXIT = 86
 REQUEST = struct.Struct("=QdQQQ")
 REPORT = struct.Struct("=BQid")

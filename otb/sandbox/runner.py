@@ -22,7 +22,7 @@ import struct
 import sys
 import time
 
-# The same as in broker.py; tests/test_sandbox.py compares them.
+# The same as in broker.py; tests/sandbox/test_sandbox.py compares them.
 MEMORY_EXIT = 86  # an uncaught MemoryError
 REQUEST = struct.Struct("=QdQQQ")  # call, then the limits that a child sets itself: cpu, memory, processes, files
 REPORT = struct.Struct("=BQid")  # what, call, exit status (negative = signal), CPU seconds

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from otb.tasks.columns import cell_at, distinct_rows, prompt_messages, reference, require_column, worked_solution
 from otb.tasks.grading import Grade, Outcome, grade_batch
+from otb.tasks.loading import load_rows, provenance
 from otb.tasks.python_tool import MIN_TURNS, PythonTool
-from otb.tasks.rows import load_rows, provenance
 from otb.tasks.sources import Source
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Python as a tool of the policy: an environment for TRL's `environment_factory`, one per rollout over one sandbox.
 
-`otb.tool_rollouts.ToolTrainer` runs the programs of a turn side by side and leaves each outcome here, where TRL's loop,
-which asks one rollout after another, collects it. Imports no torch.
+`otb.methods.tool_rollouts.ToolTrainer` runs the programs of a turn side by side and leaves each outcome here, where
+TRL's loop, which asks one rollout after another, collects it. Imports no torch.
 """
 
 from __future__ import annotations

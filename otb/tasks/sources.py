@@ -1,6 +1,7 @@
 """Where the rows of a data set lie: a local file, a local folder or the hub, and which files are a split of it.
 
-otb/tasks/rows.py reads them. Every error is a ValueError that says what was looked for, what is there and what to do.
+otb/tasks/loading.py reads them. Every error is a ValueError that says what was looked for, what is there and what to
+do.
 """
 
 from __future__ import annotations

@@ -31,15 +31,15 @@ __all__ = ["ROOT", "arguments", "rows", "run", "run_command_line", "start", "the
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = [
     "experiments.run",
-    "experiments.train",
-    "experiments.summary",
+    "experiments.running.train",
+    "experiments.running.summary",
     "experiments.variance",
-    "experiments.laboratory",
+    "experiments.measuring.laboratory",
     "analysis.run_picture",
     "experiments.evaluate",
     "experiments.evaluation.evaluator",
-    "experiments.evaluation.report",
-    "experiments.warm_starting",
+    "experiments.evaluation.accuracy_table",
+    "experiments.running.warm_starting",
     "tests.support.parity_task",
     "tests.support.commands",
     "tests.support.fork_server",  # the last one
@@ -261,6 +261,6 @@ def rows(file: Path) -> list[dict]:
 
 def without_times(file: Path) -> list[dict]:
     """The rows of a file of metrics or evaluations, without what differs between two runs of one configuration."""
-    from otb.metric_names import TIME_AND_MEMORY
+    from otb.records.metric_names import TIME_AND_MEMORY
 
     return [{name: value for name, value in row.items() if name not in TIME_AND_MEMORY} for row in rows(file)]

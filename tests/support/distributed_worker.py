@@ -1,4 +1,4 @@
-"""One rank of tests/test_distributed.py, one of two processes: training steps whose groups span both ranks.
+"""One rank of tests/trainer/test_distributed.py, one of two processes: training steps whose groups span both ranks.
 
 Arguments: the folder of the policy, the folder in which each training gets one of its own.
 """
@@ -12,15 +12,15 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from otb import OTBTrainer
-from otb.auxiliary import MultiTokenPrediction
 from otb.baselines import declare
 from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.rloo import rloo
-from otb.improvement import PolicyImprovement
 from otb.loss_inputs import response_mask
-from otb.schedules import LengthTriggeredDecay
+from otb.methods.auxiliary import MultiTokenPrediction
+from otb.methods.improvement import PolicyImprovement
+from otb.methods.schedules import LengthTriggeredDecay
+from otb.methods.token_weights import TokenWeights
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
-from otb.token_weights import TokenWeights
 from tests.support.improvement_updates import WatchedTrainer
 from tests.support.trainers import RecordingTrainer, byte_reward, config, dataset, group_gradients
 

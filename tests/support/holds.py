@@ -77,7 +77,7 @@ def install() -> None:
 
 def hold(moment: str, run: str = UNNAMED) -> None:
     """Waits here, if this moment is one of those to wait at."""
-    from experiments.warning_signal import received
+    from experiments.running.warning_signal import received
 
     if moment not in os.environ.get(MOMENTS, "").split(","):
         return
@@ -130,7 +130,7 @@ def hold_in_torch_save() -> None:
 
 
 def hold_in_the_warm_start() -> None:
-    from experiments.progress import Progress
+    from experiments.running.progress import Progress
 
     shown = Progress.warm_start
 

@@ -1,4 +1,4 @@
-"""One process of tests/test_sharding.py: two steps of OTBTrainer, sharded or not.
+"""One process of tests/trainer/test_sharding.py: two steps of OTBTrainer, sharded or not.
 
 Each process writes what its trainer handed to the loss and what was logged; the first also writes the final weights.
 """

@@ -20,7 +20,7 @@ def install() -> None:
     """Prepares a process of a run whose environment asks for it, before the run begins."""
     if SHARDED not in os.environ:
         return
-    from experiments import hardware
+    from experiments.running import hardware
 
     let_sharding_run_on_cpus(deepspeed=os.environ[SHARDED] == "zero3")
     hardware.visible_gpus = lambda: ["0", "1"]  # two, as far as the checks are concerned
@@ -71,7 +71,7 @@ def join_by_deepspeed() -> None:
 
 def note_cpu_seconds(file: Path) -> None:
     """Lets the run write its time of the processor when it is done; its processes end without Python's own end."""
-    from experiments import train
+    from experiments.running import train
 
     wait, before = train.wait_for_all_processes, time.process_time()
 

@@ -7,10 +7,10 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from otb.baselines.otb import otb
+from otb.methods.tool_rollouts import ToolTrainer
 from otb.sandbox import Result, Sandbox
 from otb.tasks.arithmetic import boxed_integer
 from otb.tasks.python_tool import PythonTool
-from otb.tool_rollouts import ToolTrainer
 from tests.support.trainers import config, naive_otb_advantages
 
 END = "<|im_end|>"

@@ -32,7 +32,7 @@ def config(output_dir, **options) -> OTBConfig:
         max_completion_length=12,
         max_steps=2,
         seed=7,
-        lean_steps=False,  # passes as TRL makes them, to be counted and compared; the others: tests/test_lean_steps.py
+        lean_steps=False,  # passes as TRL makes them, to be counted and compared; the others: test_lean_steps.py
     )
     return OTBConfig(**(defaults | options))
 

@@ -13,7 +13,8 @@ import sys
 
 import torch
 
-from experiments import evaluate, hardware, run  # first: they quiet vLLM, which reads that when it is imported
+from experiments import evaluate, run  # first: they quiet vLLM, which reads that when it is imported
+from experiments.running import hardware
 from tests.support import sharding
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
@@ -23,7 +24,7 @@ from vllm import LLM
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
 from vllm.model_executor.layers import utils
 
-from otb.trainer import OTBTrainer
+from otb.training.trainer import OTBTrainer
 
 vllms_own, drop_mismatched, vllms_name = LLM.__init__, OTBTrainer._drop_mismatched, SharedMemory.make_group_name
 

@@ -1,1 +1,0 @@
-"""The study of docs/study: rows of finished runs, kept in committed csv files, become verdicts, figures and a page."""

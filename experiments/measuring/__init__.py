@@ -1,0 +1,1 @@
+"""What experiments/variance.py measures."""

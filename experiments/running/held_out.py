@@ -1,0 +1,108 @@
+"""The further evaluation sets of a run, `evaluation.tasks`: which they are, and what is refused. Imports no torch.
+
+They bring problems and graders; the limits of a response and Python as a tool are those of the run's own task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from experiments.running.build import build
+from experiments.running.command_line import CONF, near_miss
+from otb.errors import RunError
+from otb.tasks import Task
+
+
+class HeldOut(NamedTuple):
+    """Problems that a run is evaluated on. name: of the task that has them. reward: grades, as a task's does."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    reward: Callable
+
+
+def own_name(task: Task) -> str:
+    """Returns the name of the set that the run's own evaluation rows are of."""
+    return getattr(getattr(task, "evaluation", None), "name", task.name)
+
+
+def held_out_tasks(cfg: DictConfig) -> dict[str, Task]:
+    """Returns the tasks of `evaluation.tasks` by name; raises RunError for what cannot be evaluated. Reads no rows."""
+    own, known = build(cfg, "task"), sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
+    names = OmegaConf.select(cfg, "evaluation.tasks")  # the laboratory's configuration has none
+    if names is not None and not isinstance(names, ListConfig):
+        raise RunError(f"evaluation.tasks={names} must be a list of tasks. Try 'evaluation.tasks=[{names}]'.")
+    tasks: dict[str, Task] = {}
+    for name in names or ():
+        if name not in known:
+            raise RunError(f"evaluation.tasks: {name} is no task.{near_miss(name, known)} Known: {', '.join(known)}.")
+        if name in (own_name(own), *tasks):
+            raise RunError(f"evaluation.tasks names {name}, which is evaluated already. Leave it out there.")
+        tasks[name] = build(_in_folder(_composed(name), cfg.evaluation.data_dir), "task")
+        _check(name, tasks[name], own)
+    return tasks
+
+
+def check_held_out(cfg: DictConfig) -> None:
+    """Raises RunError for keys of `evaluation` that cannot be."""
+    node = cfg.evaluation
+    if node.max_rows is not None and (type(node.max_rows) is not int or node.max_rows < 1):
+        raise RunError(f"evaluation.max_rows={node.max_rows} must be a whole number >= 1, or null for all. Try 64.")
+    if node.data_dir is not None and not Path(str(node.data_dir)).expanduser().is_dir():
+        raise RunError(f"evaluation.data_dir={node.data_dir} is not a folder. Give one with a folder per set.")
+    for key in ("data_dir", "max_rows"):
+        if node[key] is not None and not node.tasks:
+            raise RunError(
+                f"evaluation.{key}={node[key]} is of the sets in evaluation.tasks, and there are none. Leave it out; "
+                "task.path and task.max_eval_rows are of the run's own rows."
+            )
+    held_out_tasks(cfg)
+
+
+def held_out_rows(cfg: DictConfig, tasks: dict[str, Task]) -> list[HeldOut]:
+    """Returns the sets with their first `evaluation.max_rows` rows. Raises RunError for rows that cannot be read."""
+    sets = []
+    for name, task in tasks.items():
+        try:
+            rows = list(task.eval_dataset())
+        except (ValueError, FileNotFoundError) as error:
+            raise RunError(f"evaluation.tasks, {name}: {error}") from error
+        sets.append(HeldOut(name, rows[: cfg.evaluation.max_rows], task.reward))
+    return sets
+
+
+def _composed(name: str) -> DictConfig:
+    """Returns {"task": the configuration of a task of conf/task}."""
+    begun = GlobalHydra.instance().is_initialized()  # by a command; not where a function of this module is called
+    with nullcontext() if begun else initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(overrides=[f"+task={name}"])
+
+
+def _in_folder(cfg: DictConfig, folder: str | None) -> DictConfig:
+    """Returns the configuration of a task, its rows and those of its `evaluation` in folders of their names."""
+    for key in ("task", "task.evaluation"):
+        if folder is not None and OmegaConf.select(cfg, f"{key}.path") is not None:
+            name = OmegaConf.select(cfg, f"{key}.name")
+            OmegaConf.update(cfg, f"{key}.path", str(Path(str(folder)).expanduser() / name))
+    return cfg
+
+
+def _check(name: str, task: Task, own: Task) -> None:
+    try:
+        _ = [source.local for source in getattr(task, "evaluation_sources", list)()]  # a path that does not exist
+    except ValueError as error:
+        raise RunError(f"evaluation.tasks, {name}: {error}") from error
+    if getattr(task, "evaluation", None) is None and getattr(task, "eval_split", task) is None:
+        raise RunError(f"evaluation.tasks: {name} has no evaluation rows. Try 'evaluation.tasks=[math500]'.")
+    if task.environment is not None and own.environment is None:
+        raise RunError(
+            f"evaluation.tasks: {name} is solved with Python, and the run's task {own.name} has none. Leave it out, or "
+            "train on a task with tools."
+        )

@@ -1,0 +1,382 @@
+"""RunTrainer: an OTBTrainer that lives in a run directory. It writes records, evaluations, samples and checkpoints.
+
+experiments/running/train.py builds it; OTBTrainer alone is what other people's scripts use. A step ends in this order:
+metrics row, samples, evaluation if due, checkpoint if due, so that everything up to a checkpoint is on disk before it
+is. Which
+class does what within a step stands at the top of otb/training/trainer.py.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers import TrainerCallback
+
+from experiments.running import trackers
+from experiments.running.data import told_by_the_first
+from experiments.running.evaluating_trainer import EvaluatingTrainer, Samples
+from experiments.running.held_out import HeldOut
+from experiments.running.prompt_sampler import PromptSampler
+from experiments.running.rollout_rows import rollout_rows, write_parquet
+from experiments.running.run_lock import RunLock
+from experiments.running.warning_signal import Interrupted, received
+from otb.baselines import Baseline
+from otb.errors import RunError, unwritable
+from otb.methods import Step
+from otb.methods.improvement_update import STATE as IMPROVEMENT_STATE
+from otb.records import RunDirectory, read_rows, sample_step
+from otb.records.metric_names import METRICS
+from otb.training.trainer import BASELINE_STATE, TOKEN_WEIGHTS_STATE, GRPOTrainer
+
+TRL_NAMES = {  # TRL's names of what it measures -> ours
+    "loss": "loss",
+    "grad_norm": "gradient_norm",
+    "entropy": "entropy",
+    "kl": "kl",
+    "learning_rate": "learning_rate",
+    "completions/clipped_ratio": "truncated",
+    "grades/correct": "grade_correct",
+    "grades/wrong": "grade_wrong",
+    "grades/unparsable": "grade_unparsable",
+    "grades/grader_timeout": "grade_timeout",
+    "grades/grader_error": "grade_error",
+    "sampling/sampling_logp_difference/mean": "mismatch_mean",
+    "sampling/sampling_logp_difference/max": "mismatch_max",
+    "sampling/importance_sampling_ratio/min": "importance_ratio_min",
+    "sampling/importance_sampling_ratio/mean": "importance_ratio_mean",
+    "sampling/importance_sampling_ratio/max": "importance_ratio_max",
+}
+RESUME_FILES = (  # of a checkpoint, what only a resumed run reads; an auxiliary head's weights belong to the policy
+    BASELINE_STATE,
+    TOKEN_WEIGHTS_STATE,
+    IMPROVEMENT_STATE.format("*"),
+    "global_step*",  # DeepSpeed: weights and optimizer state in parts
+    "latest",
+    "optimizer*",  # a folder of parts under FSDP2
+    "pytorch_model_fsdp*",
+    "rng_state*",
+    "scaler*",
+    "scheduler*",
+    "zero_to_*.py",
+)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How often things happen, in steps; 0 = never. Evaluations and the last checkpoint also fall on the final step."""
+
+    evaluate_every: int
+    evaluation_samples: int  # k samples per held-out prompt
+    checkpoint_every: int
+    rollouts_every: int
+    rollouts_groups: int  # prompt groups kept per recorded step
+
+
+class RunTrainer(EvaluatingTrainer):
+    """An EvaluatingTrainer that writes into a run directory and can be killed at any moment.
+
+    Args:
+        directory: where everything is written.
+        lock: held by the first process, which writes; None in the others.
+        schedule: when to evaluate, to keep samples and to write checkpoints.
+        held_out: the sets to evaluate on; the first is the task's own, by which the best checkpoint is chosen.
+        on_step: called with each metrics row, for a progress display.
+        on_evaluation: called with each evaluation's row.
+        Everything else is as in OTBTrainer.
+
+    Raises:
+        RunError: a file cannot be written, the lock was lost, or a loss or gradient is not finite.
+        Interrupted: a warning signal came, and the checkpoint is written.
+    """
+
+    def __init__(
+        self,
+        *args,
+        directory: RunDirectory,
+        lock: RunLock | None,
+        schedule: Schedule,
+        held_out: list[HeldOut],
+        on_step: Callable[[dict], None],
+        on_evaluation: Callable[[dict], None],
+        **kwargs,
+    ):
+        self.directory, self.lock, self.schedule = directory, lock, schedule
+        self.held_out = held_out
+        self.on_step, self.on_evaluation = on_step, on_evaluation
+        self._step_started = time.perf_counter()
+        self._last_rollouts: dict | None = None
+        self._losses: list[Tensor] = []  # one per micro-batch since the last optimizer step
+        super().__init__(*args, **kwargs)
+        totals = directory.last_metrics()
+        self._totals = {name: totals.get(name, 0) for name in ("own_tokens_total", "tool_tokens_total")}
+        self.add_callback(FirstEvaluation(self))
+
+    def _get_train_sampler(self, dataset=None) -> Sampler:
+        return PromptSampler(
+            rows=len(self.train_dataset if dataset is None else dataset),
+            prompts_per_batch=self.args.generation_batch_size // self.num_generations,
+            group_size=self.num_generations,
+            uses=self.num_iterations * self.args.steps_per_generation,
+            micro_batches=self.args.max_steps * self.args.gradient_accumulation_steps,
+            seed=self.args.seed,
+        )
+
+    # ---- a step: row, samples, evaluation, checkpoint, status, in this order
+
+    def train(self, *args, **kwargs):
+        self._step_started = time.perf_counter()
+        return super().train(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        last_done = self._globalstep_last_logged
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # writes the row, see `log`
+        step, schedule = self.state.global_step, self.schedule
+        if step == last_done:  # transformers asks once more at the end of the epoch
+            return
+        if self._due(step, schedule.rollouts_every) and self.accelerator.is_main_process:
+            self._save_rollouts(f"step-{step:08d}", schedule.rollouts_groups)
+        if self._due(step, schedule.evaluate_every):
+            self.evaluate_held_out()
+        interrupted = self._due(step, 1) and self._any_process_warned()
+        if interrupted or self._due(step, schedule.checkpoint_every):
+            self.write_checkpoint()
+        if self.accelerator.is_main_process and self.directory.status().get("state") != "failed":  # another process has
+            self.directory.write_status("running", step=step, steps=self.state.max_steps)
+        if interrupted and step < self.state.max_steps:
+            raise Interrupted(f"a warning signal came; checkpoint written at step {step}")
+        self._step_started = time.perf_counter()
+
+    def _any_process_warned(self) -> bool:
+        """Tells whether a warning signal has reached a process of the run; all of them must stop at the same step."""
+        if self.accelerator.num_processes == 1:
+            return received()
+        return bool(self.accelerator.gather(torch.tensor([received()], device=self.accelerator.device)).any())
+
+    def _append(self, file: Path, row: dict) -> None:
+        """Writes a row into the run directory: in the first process alone, and only while it holds the lock."""
+        if not self.accelerator.is_main_process:
+            return
+        if self.lock is not None and not self.lock.held():
+            raise RunError(f"{self.directory.path} was taken over by another process; this one stops here.")
+        self.directory.append(file, row)
+
+    def _due(self, step: int, every: int) -> bool:
+        """Tells whether `step` is the first generation boundary at or past a multiple of `every`, or the final step.
+
+        every: 0 for never. A boundary is where the next step needs new rollouts: nothing buffered would be lost.
+        """
+        cycle = max(1, self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps)
+        if not every or step % cycle:
+            return False
+        return step == self.state.max_steps or step // every > (step - cycle) // every
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Writes the row of a step, under our names, and hands it to TRL's log with everything that TRL measured."""
+        if not self.model.training or "loss" not in logs:
+            return super().log(logs, start_time)
+        measured = {
+            name: mean for name, values in self._metrics["train"].items() if (mean := finite_mean(values)) is not None
+        }
+        measured |= {
+            ours: value for trl, ours in TRL_NAMES.items() if (value := (logs | measured).get(trl)) is not None
+        }
+        measured |= {f"seconds_{part}": seconds for part, seconds in self._seconds.items()}
+        measured["seconds_step"] = time.perf_counter() - self._step_started
+        parts = ("sampling", "scoring", "advantages", "improvement")
+        measured["seconds_loss"] = measured["seconds_step"] - sum(self._seconds.get(part, 0.0) for part in parts)
+        measured["peak_memory_bytes"] = peak_memory_bytes()
+        for part in ("own_tokens", "tool_tokens"):
+            self._totals[f"{part}_total"] += measured.get(part) or 0
+        measured |= {name: total for name, total in self._totals.items() if total}
+        row = {"step": self.state.global_step}
+        row |= {name: value for name in METRICS if (value := measured.get(name)) is not None}
+        logs.update(row)  # the same names reach every tracker of `report_to`, beside TRL's own
+        trackers.advance(self.args.report_to, self.state.global_step)
+        super().log(logs, start_time)
+        self._seconds.clear()
+        self._append(self.directory.metrics_file, row)
+        self.on_step(row)
+
+    def _log_rollouts(self, step: Step) -> None:
+        super()._log_rollouts(step)
+        value = step.baseline.value if isinstance(step.baseline, Baseline) else step.baseline
+        self._last_rollouts = {
+            "rollouts": step.rollouts,
+            "baseline": value.expand(step.advantages.shape),
+            "advantages": step.advantages,
+            "log_probs": step.log_probs,
+            "endings": self._endings,
+            "output": step.output,
+        }
+
+    # ---- a loss or gradient that is not finite ends the run before it reaches the weights
+
+    def training_step(self, *args, **kwargs):
+        trackers.advance(self.args.report_to, self.state.global_step, before_next=True)
+        loss = super().training_step(*args, **kwargs)
+        self._losses.append(loss.detach())
+        return loss
+
+    def _get_grad_norm(self, *args, **kwargs):
+        """Returns the gradient's norm, and checks it: transformers asks for it last before the optimizer steps."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        losses, self._losses = torch.stack(self._losses).sum(), []
+        self._refuse_non_finite("loss", self.accelerator.gather(losses).sum())  # one process's loss stops them all
+        self._refuse_non_finite("gradient_norm", norm)
+        return norm
+
+    def _refuse_non_finite(self, name: str, value) -> None:
+        if value is None or math.isfinite(float(value)):
+            return
+        step, rank = self.state.global_step + 1, self.accelerator.process_index
+        path = self._save_rollouts(f"failed-{step:08d}" + (f"-rank{rank}" if rank else ""), groups=None)
+        raise RunError(
+            f"{name}={float(value)} at step {step}; it must be finite, and training stops before the weights change. "
+            f"The rollouts that caused it ({path.name}): python -m analysis.runs.show {self.directory.path} --step "
+            f"{step}. Try a smaller learning_rate."
+        )
+
+    # ---- evaluation
+
+    def evaluate_held_out(self) -> dict:
+        """Measures avg@k and pass@k on the held-out sets, and keeps every sample; returns the row of the first set.
+
+        It draws from a random state of its own: training goes on as if there had been no evaluation. The row is written
+        last, so that where it stands the samples are there.
+        """
+        tables, rows = [], []
+        for held_out in self.held_out:
+            started = time.perf_counter()
+            samples = self.sample_held_out(held_out, self.schedule.evaluation_samples)
+            row = self._evaluation_row(samples, started)
+            if self.args.report_to:
+                prefix = f"eval_{held_out.name}" if rows else "eval"
+                # past GRPOTrainer.log, which would write its table of training completions once more
+                named = {f"{prefix}_{name}": value for name, value in row.items() if name != "step"}
+                super(GRPOTrainer, self).log(named)
+            rows.append(row if not rows else {"task": held_out.name} | row)
+            tables.append(samples.table(held_out.name, with_tools=bool(self.environment_factories)))
+            self.on_evaluation(rows[-1])
+        self._save_samples(pd.concat(tables, ignore_index=True))
+        self._append(self.directory.evaluations_file, rows[0])
+        return rows[0]
+
+    def _evaluation_row(self, samples: Samples, started: float) -> dict:
+        """Returns the measures of one set under the names of EVALUATION_METRICS; what was not measured is absent."""
+        scored, right = ~samples.rewards.isnan(), samples.rewards == 1
+        row = {
+            "step": self.state.global_step,
+            "accuracy": right[scored].float().mean().item() if scored.any() else None,
+            "pass_at_k": right.any(1)[scored.any(1)].float().mean().item() if scored.any() else None,
+            "samples": samples.rewards.shape[1],
+            "prompts": len(samples.rewards),
+            "response_length_mean": samples.own_tokens.float().mean().item(),
+            "own_tokens_total": self._totals["own_tokens_total"],
+            "seconds": time.perf_counter() - started,
+        }
+        if unscored := (~scored).float().mean().item():
+            row["unscored"] = unscored
+        return {name: value for name, value in row.items() if value is not None}
+
+    def _save_samples(self, table: pd.DataFrame) -> None:
+        """Keeps the samples of an evaluation, in the first process."""
+        if self.accelerator.is_main_process:
+            write_parquet(table, self.directory.evaluation_samples(self.state.global_step))
+
+    # ---- samples
+
+    def _save_rollouts(self, name: str, groups: int | None) -> Path:
+        """Writes prompts, responses, rewards, energies and advantages of this process's rollouts, and returns the file.
+
+        groups: as in rollout_rows.
+        """
+        path = self.directory.rollouts / f"{name}.parquet"
+        if self._last_rollouts is None:
+            return path
+        kept = rollout_rows(self._last_rollouts, self._tokenizer, groups, self.accelerator.process_index)
+        write_parquet(pd.DataFrame({"step": sample_step(path)} | row for row in kept), path)
+        return path
+
+    # ---- checkpoints
+
+    def write_checkpoint(self) -> None:
+        """Writes a checkpoint aside and renames it when it is on disk; then removes those that need not stay.
+
+        The last one stays, and the one with the best evaluation; the optimizer's state stays in the last only.
+        """
+        writing, step = self.directory.checkpoints / ".writing", self.state.global_step
+        if self.accelerator.is_main_process:
+            shutil.rmtree(writing, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        output_dir, self.args.output_dir = self.args.output_dir, str(writing)
+        try:
+            self._save_checkpoint(self.model, trial=None)
+            if self.is_fsdp_enabled:
+                self._save_whole_policy(writing / f"checkpoint-{step}")
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                self.directory.publish_checkpoint(writing / f"checkpoint-{step}", step)
+                shutil.rmtree(writing)
+                self.directory.prune_checkpoints(RESUME_FILES)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save tells of a full disk by a RuntimeError
+            shutil.rmtree(writing, ignore_errors=True)
+            raise unwritable(self.directory.checkpoints, error) from error
+        finally:
+            self.args.output_dir = output_dir
+        self.accelerator.wait_for_everyone()
+
+    def _save_whole_policy(self, folder: Path) -> None:
+        """Writes the policy as `model.name=FOLDER` reads it, beside the parts that only a resumed run reads.
+
+        FSDP's own checkpoint of parts has neither configuration nor tokenizer, and no file of whole weights. These are
+        in the precision of the forward. Every process must call it: gathering is a collective.
+        """
+        weights = self.accelerator.get_state_dict(self.model)
+        if not self.accelerator.is_main_process:
+            return
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float32
+        weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+        self.accelerator.unwrap_model(self.model).save_pretrained(folder, state_dict=weights)
+        self._tokenizer.save_pretrained(folder)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Writes no model card: the run directory says where a checkpoint comes from."""
+
+
+class FirstEvaluation(TrainerCallback):
+    """Evaluates before the first step. A callback, because trackers have to start before anything is timed."""
+
+    def __init__(self, trainer: RunTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, *args, **kwargs) -> None:
+        # one answer for all processes, as an evaluation gathers: on another host the file may look older
+        if not told_by_the_first(lambda: any(read_rows(self.trainer.directory.evaluations_file))):
+            self.trainer.evaluate_held_out()
+            self.trainer._step_started = time.perf_counter()
+
+
+def finite_mean(values: list[float]) -> float | None:
+    """Returns the mean of the finite values; None where nothing was measured."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return finite[0] if finite else None  # a count stays a whole number
+    return sum(finite) / len(finite)
+
+
+def peak_memory_bytes() -> int:
+    """Returns the most memory held so far: of the GPU where there is one, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,149 @@
+"""Estimates gradient noise from gradients at two batch sizes, micro-batch and step (McCandlish et al. 2018).
+
+The squared norm of a mean over B prompt groups is |mu|^2 + tr(Sigma) / B on average. Micro-batches give it at a small
+B, the step's gradient at a large one, and two equations have two unknowns (arXiv 1812.06162, appendix A.1). The trainer
+tells a `GradientNoise` what happens in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from otb.methods import Method, Step
+
+ROW = "row"  # the key under which `number_rows` leaves each row's place
+
+
+def noise_and_signal(micro_batch: float, step: float, groups_per_micro_batch: int, groups: int) -> tuple[float, float]:
+    """Returns (tr(Sigma), |mu|^2) of one prompt group's gradient.
+
+    Both are unbiased for independent groups, so that the signal may be negative.
+
+    micro_batch: mean over micro-batches of the squared norm of their mean gradient, of `groups_per_micro_batch` groups
+    each. step: squared norm of the mean gradient of all `groups` of the step.
+    """
+    small, large = groups_per_micro_batch, groups
+    noise = (micro_batch - step) / (1 / small - 1 / large)
+    return noise, (large * step - small * micro_batch) / (large - small)
+
+
+def verl_noise(verl_power: float, gradient_norm: float, rollouts: int) -> float:
+    """Returns (total power - signal) / (n - 1) as verl logs it, n = rollouts: to be compared, not to be trusted.
+
+    It subtracts the squared norm of a gradient over parameters from a power over logits, without a common normaliser.
+    """
+    return (verl_power - gradient_norm**2) / max(1, rollouts - 1)
+
+
+class GradientNoise(Method):
+    """Measures the gradient noise of every optimizer step on micro-batches of whole prompt groups."""
+
+    def __init__(self) -> None:
+        self._norms: BackwardNorms | None = None  # from the first backward pass on
+        self._squares: list[Tensor] = []  # squared gradient norms of the micro-batches since the last optimizer step
+
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        trainer._refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
+
+    def finish(self, step: Step) -> None:
+        """Numbers the rollouts before TRL shuffles them. Raises ValueError for rows with images."""
+        if "pixel_values" in step.output:
+            raise ValueError(
+                "measure_gradient_noise=True puts the rollouts of a prompt group together again, and the rows of "
+                "pixel_values are patches, not rollouts. Use measure_gradient_noise=False."
+            )
+        ids = step.output["completion_ids"]
+        step.output[ROW] = torch.arange(len(ids), device=ids.device)
+
+    def batches(self, batches: list[dict]) -> list[dict]:
+        """Puts prompt groups together again: micro-batches which share a group are not independent."""
+        return whole_groups(batches, torch.cat([batch.pop(ROW) for batch in batches]))
+
+    def before_micro_batch(self) -> None:
+        accelerator = self.trainer.accelerator
+        if self._norms is None:
+            self._norms = BackwardNorms(accelerator.unwrap_model(self.trainer.model).parameters())
+        self._norms.start(accelerator.device)
+
+    def after_micro_batch(self) -> None:
+        assert self._norms is not None, "before_micro_batch comes first"
+        self._squares.append(self._norms.take())
+
+    def gradient(self, norm):
+        trainer, metrics = self.trainer, self.trainer._metrics["train"]
+        squares, self._squares = torch.stack(self._squares), []
+        count = len(squares)  # the loss of a micro-batch is divided by it: `squares` are of gradients / count
+        squares = trainer.accelerator.gather(squares)
+        rollouts, group_size = trainer.args.per_device_train_batch_size, trainer.num_generations
+        noise, signal = noise_and_signal(
+            float(squares.mean()) * count**2,
+            float(norm) ** 2,
+            rollouts // group_size,
+            len(squares) * rollouts // group_size,
+        )
+        measured = {"gradient_noise": noise, "gradient_signal": signal}
+        if "verl_power" in metrics:
+            measured["verl_noise"] = verl_noise(metrics["verl_power"][-1], float(norm), len(squares) * rollouts)
+        trainer._log(measured)
+        return norm
+
+
+class BackwardNorms:
+    """Measures the squared gradient norm of backward passes, without a copy of any gradient.
+
+    A hook on a parameter sees what one backward adds to its `.grad`; under DDP, before the processes are averaged.
+    Between `take` and `start` nothing is added: exact norms go through the same hooks.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]):
+        self._sum: Tensor | None = None
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_hook(self._add)
+
+    def _add(self, gradient: Tensor) -> None:
+        if self._sum is not None:
+            self._sum = self._sum + torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square()
+
+    def start(self, device: torch.device) -> None:
+        """Counts from 0 what backward passes add from now on."""
+        self._sum = torch.zeros((), device=device)
+
+    def take(self) -> Tensor:
+        """Returns the squared gradient norm, a scalar, of the backward passes since `start`, and stops counting."""
+        squared_norm, self._sum = self._sum, None
+        assert squared_norm is not None, "start comes before take"
+        return squared_norm
+
+
+def whole_groups(batches: list[dict], order: Tensor) -> list[dict]:
+    """Returns micro-batches of the same sizes with the rows back in their order: rows of a prompt group stand together.
+
+    order: each row's place, in the order in which the batches hold them. A value is a tensor or list with a row per
+    rollout, or a scalar or None, which all batches share.
+    """
+    sizes, places = [], order.argsort()
+    for batch in batches:
+        sizes.append(next(len(value) for value in batch.values() if is_rows(value)))
+    regrouped: list[dict] = [{} for _ in batches]
+    for name, first in batches[0].items():
+        if not is_rows(first):
+            parts = [first] * len(batches)
+        elif isinstance(first, Tensor):
+            parts = torch.cat([batch[name] for batch in batches])[places.to(first.device)].split(sizes)
+        else:
+            rows = [row for batch in batches for row in batch[name]]
+            ordered = iter([rows[place] for place in places.tolist()])
+            parts = [[next(ordered) for _ in range(size)] for size in sizes]
+        for batch, part in zip(regrouped, parts, strict=True):
+            batch[name] = part
+    return regrouped
+
+
+def is_rows(value) -> bool:
+    """Tells whether a value of a batch has a row per rollout."""
+    return isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)

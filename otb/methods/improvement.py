@@ -1,0 +1,140 @@
+"""PIPO's weight of an improvement update (arXiv 2604.00860): was the last update followed by a better batch?
+
+The mean reward mu_t of every batch is compared with those of the `window` batches before it, xi_t = (mu_t - mu_his) /
+(sigma_his + eps). otb/improving_trainer.py then updates the policy once more on the batch before, with its advantages
+times phi_t, which is xi_t where it is positive and `negative_scale` xi_t where it is not. Imports no torch at the top.
+docs/neighbours/pipo.md holds the sources and what was chosen where they disagree.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RULES = {
+    "window": Rule("a whole number >= 2, as one reward has no deviation", lambda value: value >= 2, 8, whole=True),
+    "negative_scale": Rule("a number from 0 to 1", lambda value: 0 <= value <= 1, 0.1),
+    "weight": Rule("a number other than 0", lambda value: value != 0 and math.isfinite(value), 0.43),
+    "eps": Rule("a positive number", is_positive, 1e-8),
+    "cap": Rule("a positive number, or null for none", is_positive, 3, optional=True),
+}
+
+
+class Reading(NamedTuple):
+    """What a batch says of the update before it; None where that cannot be said yet.
+
+    mu: mean reward of the batch. mu_his: mean of the window before it. xi: how many standard deviations lie between.
+    phi: what the advantages of the batch before are multiplied by, None for no update on it.
+    """
+
+    mu: float | None = None
+    mu_his: float | None = None
+    xi: float | None = None
+    phi: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what is known, by the names in otb.records.metric_names.METRICS."""
+        return {f"improvement_{name}": value for name, value in self._asdict().items() if value is not None}
+
+
+class PolicyImprovement:
+    """Turns the mean rewards of the batches so far into the weight of the next improvement update.
+
+    Args:
+        mode: "pipo": phi_t follows xi_t. "constant": phi_t = `weight`, a control that replays the batch before whatever
+            came of it. "shuffled": phi_t follows one of the xi before xi_t, drawn with equal probability: a control
+            with the distribution of PIPO's weights, whose sign says nothing of the last update. Its first weight needs
+            an earlier xi, so that its updates begin one batch later.
+        window: K, batches before the current one with whose mean rewards it is compared. No update before there are K.
+        negative_scale: lambda, what a negative xi is multiplied by.
+        weight: phi of mode "constant". .43 is the mean of phi where nothing improves and rewards are normal.
+        eps: is added to sigma_his. A sigma_his below it counts as 1, as in the authors' code.
+        cap: xi is clipped to [-cap, cap]; None: not at all.
+        advantages: "native": those of the ordinary update. "scaled": G A_i / sum_j |A_j| of each group, as in the
+            paper.
+        seed: of the draws of "shuffled"; None: that of the trainer.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["pipo", "constant", "shuffled"] = "pipo",
+        window: int = 8,
+        negative_scale: float = 0.1,
+        weight: float = 0.43,
+        eps: float = 1e-8,
+        cap: float | None = None,
+        advantages: Literal["native", "scaled"] = "native",
+        seed: int | None = None,
+    ):
+        self.mode, self.window, self.negative_scale, self.weight = mode, window, negative_scale, weight
+        self.eps, self.cap, self.advantages, self.seed = eps, cap, advantages, seed
+        self._means: list[float] = []  # of the last `window` batches
+        self._xis: list[float] = []  # all so far, for "shuffled" alone
+        refuse_out_of_range(vars(self), RULES)
+        refuse_unknown("mode", mode, ("pipo", "constant", "shuffled"))
+        refuse_unknown("advantages", advantages, ("native", "scaled"))
+
+    def observe(self, mean_reward: float) -> Reading:
+        """Takes the mean reward of a new batch, over all processes of the run, and compares it with those before it.
+
+        A batch without a scored rollout, whose mean is NaN, says nothing and leaves the window as it is.
+        """
+        if not math.isfinite(mean_reward):
+            return Reading()
+        reading = self._compared(mean_reward)
+        self._means = [*self._means, mean_reward][-self.window :]
+        return reading
+
+    def _compared(self, mu: float) -> Reading:
+        if len(self._means) < self.window:
+            return Reading(mu)
+        mu_his, sigma_his = statistics.fmean(self._means), statistics.stdev(self._means)
+        xi = (mu - mu_his) / (1.0 if sigma_his < self.eps else sigma_his + self.eps)
+        if self.cap is not None:
+            xi = max(-self.cap, min(self.cap, xi))
+        return Reading(mu, mu_his, xi, self._weight(xi))
+
+    def _weight(self, xi: float) -> float | None:
+        if self.mode == "constant":
+            return self.weight
+        if self.mode == "shuffled":
+            earlier = self._xis
+            self._xis = [*earlier, xi]
+            if not earlier:
+                return None
+            # By the count of draws, so that a resumed run draws what an uninterrupted one does.
+            xi = random.Random(f"{self.seed} {len(earlier)}").choice(earlier)
+        return xi if xi >= 0 else self.negative_scale * xi
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Returns the mean rewards of the window, and the xi to draw from; the same on all processes."""
+        return {"means": list(self._means), "xis": list(self._xis)}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Goes on from what `state_dict` returned."""
+        self._means, self._xis = list(state["means"])[-self.window :], list(state["xis"])
+
+
+def group_scales(rewards: Tensor, advantages: Tensor, lengths: Tensor) -> Tensor:
+    """Returns G / sum_j |A_j| of each group, A_j the mean of rollout j's advantages; 0 where all of them are 0.
+
+    Advantages per token keep their shape: every token of a group is multiplied by the same number.
+
+    rewards, lengths (P, G); advantages (P, G, T), 0 past the last own token, or (P, G, 1) -> (P, 1).
+    """
+    per_token = advantages.shape[-1] > 1
+    means = advantages.sum(-1) / lengths.clamp(min=1) if per_token else advantages.squeeze(-1)
+    total = means.abs().sum(1, keepdim=True)
+    # Equal rewards leave rounding errors of a baseline, which must not be blown up to advantages of 1.
+    rounding = 1e-5 * rewards.nan_to_num().abs().sum(1, keepdim=True)
+    return (rewards.shape[1] / total).masked_fill(total <= rounding, 0.0)

@@ -1,0 +1,132 @@
+"""Lowers the learning rate when responses grow long: length-triggered decay (arXiv 2602.01826).
+
+`OTBTrainer(lr_schedule=...)` hands one to torch's LambdaLR, which keeps the state of a callable object in its own, so
+that it is in every checkpoint. `schedule=` of a run builds it (conf/schedule). Imports no torch.
+docs/neighbours/length_triggered.md holds the sources, and where they disagree.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Literal
+
+from otb.methods import Method, Step
+from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
+
+RULES = {
+    "warmup": Rule("a whole number >= 0", lambda value: value >= 0, 10, whole=True),
+    "ratio": Rule("a number > 1", lambda value: 1 < value < math.inf, 3),
+    "baseline_steps": Rule("a whole number >= 1", lambda value: value >= 1, 50, whole=True),
+    "period_factor": Rule("a positive number", is_positive, 1.8),
+    "factor": Rule("a number between 0 and 1, without them", lambda value: 0 < value < 1, 0.5),
+    "floor": Rule("a number from 0 to 1", lambda value: 0 <= value <= 1, 0.1),
+    "fixed_period": Rule("a whole number >= 1, or null", lambda value: value >= 1, 100, whole=True, optional=True),
+}
+
+
+class LengthTriggeredDecay:
+    """Multiplies the learning rate by `factor` every P steps once responses have become much longer.
+
+    factor(step) = w * max(floor, factor ^ floor(max(0, step - t0) / P)), P = period_factor * surge_step
+
+    Long before a run collapses by the mismatch between sampler and trainer, its responses grow longer (arXiv
+    2602.01826), and smaller updates hold the mismatch down. A step here is the number of optimizer steps done before,
+    as LambdaLR counts; the row of metrics.jsonl that it ends with has the next number.
+
+    Args:
+        warmup: Steps over which w rises to 1, in equal parts.
+        ratio: The surge is the first step whose mean response length is above `ratio` times that of the beginning.
+        baseline_steps: Batches of rollouts from which the length of the beginning is the mean; none of them fires.
+        period_factor: P over the step of the surge.
+        factor: What a decay multiplies the learning rate by.
+        floor: The least share of the learning rate that is left.
+        anchor: "start" counts the periods from the end of the warm-up, "surge" from the surge.
+        fixed_period: P where an earlier run has shown it; with anchor "start" no surge is waited for. None: by the
+            surge.
+
+    The options are part of the state: a resumed run keeps those that it began with.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    def __init__(
+        self,
+        warmup: int = 10,
+        ratio: float = 3.0,
+        baseline_steps: int = 50,
+        period_factor: float = 1.8,
+        factor: float = 0.5,
+        floor: float = 0.1,
+        anchor: Literal["start", "surge"] = "start",
+        fixed_period: int | None = None,
+    ):
+        self.warmup, self.ratio, self.baseline_steps = warmup, ratio, baseline_steps
+        self.period_factor, self.factor, self.floor = period_factor, factor, floor
+        self.anchor, self.fixed_period = anchor, fixed_period
+        self.lengths: list[float] = []  # of the first batches
+        self.baseline: float | None = None  # their mean, in tokens
+        self.surge_step: int | None = None
+        refuse_out_of_range(vars(self), RULES)
+        refuse_unknown("anchor", anchor, ("start", "surge"))
+
+    def observe(self, step: int, mean_length: float) -> None:
+        """Takes the mean length of the responses of a batch, in own tokens, over all processes of the run.
+
+        step: optimizer steps done before the batch was sampled.
+        """
+        if self.baseline is None:
+            self.lengths.append(mean_length)
+            if len(self.lengths) == self.baseline_steps:
+                self.baseline = sum(self.lengths) / self.baseline_steps
+        elif self.surge_step is None and mean_length > self.ratio * self.baseline:
+            self.surge_step = step
+
+    def __call__(self, step: int) -> float:
+        """Returns what the learning rate of a step is multiplied by."""
+        warm = min(1.0, (step + 1) / self.warmup) if step < self.warmup else 1.0
+        begun = self.warmup if self.anchor == "start" else self.surge_step
+        if (period := self.period) is None or begun is None:
+            return warm
+        return warm * max(self.floor, self.factor ** (max(0, step - begun) // period))
+
+    @property
+    def period(self) -> int | None:
+        """Steps between two decays; None as long as nothing has surged."""
+        if self.fixed_period is not None or self.surge_step is None:
+            return self.fixed_period
+        return max(1, int(self.period_factor * self.surge_step))
+
+    def out_of_reach(self, longest: int) -> bool:
+        """Tells whether no batch can fire, as far as is known: responses have at most `longest` own tokens."""
+        waits = self.fixed_period is None or self.anchor == "surge"
+        known = self.baseline if self.baseline is not None else 1.0  # a response has one token at least
+        return waits and self.surge_step is None and known * self.ratio >= longest
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what a step logs of it: length of the beginning and step of the surge, once there are such."""
+        found = {"length_baseline": self.baseline, "length_surge_step": self.surge_step}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class FollowedLengths(Method):
+    """Tells a schedule how long responses are."""
+
+    def __init__(self, schedule: LengthTriggeredDecay):
+        self.schedule = schedule
+
+    def finish(self, step: Step) -> None:
+        schedule, trainer = self.schedule, self.trainer
+        known = schedule.baseline is not None
+        schedule.observe(trainer.state.global_step, trainer._metrics["train"]["response_length_mean"][-1])
+        trainer._log(schedule.metrics())
+        if known or schedule.baseline is None or not trainer.accelerator.is_main_process:
+            return
+        if schedule.out_of_reach(trainer.max_completion_length):
+            warnings.warn(
+                f"responses begin with {schedule.baseline:.1f} tokens, and {schedule.ratio:g} times as many are not "
+                f"below max_completion_length={trainer.max_completion_length}: no surge can be seen, and the learning "
+                "rate stays. Use a smaller ratio, or a fixed_period.",
+                stacklevel=2,
+            )

@@ -1,0 +1,214 @@
+"""Token weights: the advantage of own token t is multiplied by a factor f_t whose mean over a rollout is 1.
+
+A signal per token says which tokens are to carry the gradient: f_t = T w_t and w_t = (signal_t + eps)^p / sum_k
+(signal_k + eps)^p. With `arca` (arXiv 2606.00257) the signal is how far LoRA has moved the hidden state that predicts
+the token. MeasuringTrainer measures the signal and multiplies the score norms by f_t^2, OTBTrainer multiplies the
+advantages by f_t after the baseline is subtracted: the gradient is made of f_t A_t s_t. Importing this file imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from otb.methods import Method, Step
+from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What the trainer measures of each position for a signal; "" = nothing.
+MEASURES = {
+    "uniform": "",
+    "surprisal": "log_probs",
+    "entropy_reduction": "entropies",
+    "divergence": "log_ratios",
+    "arca": "residuals",
+}
+RULES = {
+    "power": Rule("above 0; larger ones sharpen the weights", is_positive, 1),
+    "eps": Rule("a number >= 0, which is added to the signal", lambda value: 0 <= value < math.inf, 1e-8),
+    "decay": Rule("in [0, 1]: the share of the earlier sums kept", lambda value: 0 <= value <= 1, 0.9),
+}
+OF_THE_BASE = frozenset({"log_ratios", "residuals"})  # measured against the same model with its adapter disabled
+# Starts of LoRA, or what their names begin with, that subtract the adapter's first product from the base.
+INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class TokenWeights:
+    """Turns a signal per own token into the factors of the advantages, and carries the running mean where one is used.
+
+    signal:
+        "arca": ||h_t - h_t^base||_2, with h_t the last hidden state that predicts token t, base = LoRA's adapter
+        disabled. "divergence": |log pi_t - log pi_t^base|. "surprisal": -log pi_t. "entropy_reduction": max(0, H_t -
+        H_{t+1}), with H_{t+1} that of the next own token, 0 at the last. "uniform": nothing, f_t = 1, the control.
+    power: p. The paper's formula has 1; the sweep in its code ran with 2.
+    eps: added to the signal, as in the paper's code.
+    states: of "arca": "post_norm", after the model's final norm, as the paper's code reads them, or "pre_norm".
+    normalise: "trajectory" divides by the rollout's own sum, as the paper does. "running" divides by the mean of
+        (signal + eps)^p over the own tokens of earlier steps, which decays by `decay` a step; until an earlier step had
+        a signal the factors are 1.
+
+    "trajectory" makes every non-zero baseline biased: the sum holds what comes after token t, which depends on token
+    t, so that E[f_t B_t s_t] is not 0 even where B_t is a function of the prefix. With "running" and "arca" f_t is a
+    function of the prefix before token t and of earlier steps, so that an unbiased baseline stays one; what is then
+    ascended is a weighted objective, in either case another one than the expected reward. The other signals depend on
+    token t itself, so that a baseline is biased with either normaliser. tests/methods/test_token_weights.py enumerates
+    all responses of two tokens.
+
+    Raises ValueError for values out of range.
+    """
+
+    def __init__(
+        self,
+        signal: Literal["arca", "surprisal", "entropy_reduction", "divergence", "uniform"],
+        power: float = 1.0,
+        eps: float = 1e-8,
+        states: Literal["post_norm", "pre_norm"] = "post_norm",
+        normalise: Literal["trajectory", "running"] = "trajectory",
+        decay: float = 0.9,
+    ):
+        refuse_unknown("signal", signal, tuple(MEASURES))
+        refuse_unknown("states", states, ("post_norm", "pre_norm"))
+        refuse_unknown("normalise", normalise, ("trajectory", "running"))
+        refuse_out_of_range({"power": power, "eps": eps, "decay": decay}, RULES)
+        if states != "post_norm" and signal != "arca":
+            raise ValueError(
+                f"states={states} says which hidden states signal=arca compares, and signal={signal} reads none. Use "
+                "states=post_norm."
+            )
+        self.signal, self.power, self.eps, self.states = signal, power, eps, states
+        self.normalise, self.decay = normalise, decay
+        self._sum = self._count = 0.0  # of (signal + eps)^p over the own tokens of earlier steps
+
+    @property
+    def measure(self) -> str:
+        """What the trainer measures for the signal, of MEASURES; "" for nothing, and then no forward is made."""
+        return MEASURES[self.signal]
+
+    @property
+    def reads_base(self) -> bool:
+        """Tells whether the base is asked, which costs one forward without gradient with the adapter disabled."""
+        return self.measure in OF_THE_BASE
+
+    def signals(self, measured: Tensor, own: Tensor) -> Tensor:
+        """Returns the signal, >= 0, (B, T). measured (B, T): what `measure` names, packed; own (B, T) bool."""
+        if self.signal == "entropy_reduction":
+            return entropy_reductions(measured, own)
+        return (-measured if self.signal == "surprisal" else measured.abs()).clamp(min=0)
+
+    def factors(self, signals: Tensor | None, own: Tensor) -> Tensor:
+        """Returns f_t, 0 past the last own token. signals (B, T) >= 0, own (B, T) bool -> (B, T).
+
+        Uniform weights need no signals: None -> ones (B, 1).
+        """
+        import torch
+
+        if signals is None:
+            return torch.ones(len(own), 1, device=own.device)
+        raw = sharpened(signals, own, self.power, self.eps)
+        if self.normalise == "trajectory":
+            return trajectory_factors(raw, own, has_signal(signals, own, self.eps))
+        return raw * (self._count / self._sum) if self._sum else own.to(raw)
+
+    def update(self, signals: Tensor, own: Tensor) -> None:
+        """Learns the running mean from a step. signals, own bool (..., T): of the rollouts of all processes."""
+        if self.normalise != "running" or not has_signal(signals.flatten(), own.flatten(), self.eps):
+            return  # an adapter at its start has not moved anything: nothing could be divided by eps
+        raw = sharpened(signals, own, self.power, self.eps)
+        self._sum = self.decay * self._sum + float(raw.sum())
+        self._count = self.decay * self._count + float(own.sum())
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns the running sums; the same on all processes."""
+        return {"sum": self._sum, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from the sums that `state_dict` returned."""
+        self._sum, self._count = state["sum"], state["count"]
+
+
+def residuals(states: Tensor, base_states: Tensor) -> Tensor:
+    """Returns ||h - h_base||_2 in float32. (B, T, d) of the policy and of its base -> (B, T)."""
+    return (states.float() - base_states.float()).norm(dim=-1)
+
+
+def weighted_norms(score_norms: Tensor, factors: Tensor | None) -> Tensor:
+    """Returns the squared norms of f_t s_t. (B, T), of s_t; factors (B, T or 1), None = not weighted -> (B, T)."""
+    return score_norms if factors is None else score_norms * factors.square()
+
+
+def sharpened(signals: Tensor, own: Tensor, power: float, eps: float) -> Tensor:
+    """Returns (signal + eps)^p of own tokens, 0 elsewhere. signals (..., T) >= 0, own (..., T) bool -> (..., T)."""
+    return (signals + eps).pow(power).masked_fill(~own, 0)
+
+
+def has_signal(signals: Tensor, own: Tensor, eps: float) -> Tensor:
+    """Tells of which rollouts the signals sum up to more than eps. (..., T) -> (..., 1) bool."""
+    return signals.masked_fill(~own, 0).sum(-1, keepdim=True) > eps
+
+
+def trajectory_factors(raw: Tensor, own: Tensor, counted: Tensor) -> Tensor:
+    """Returns T raw_t / sum_k raw_k, with T the own tokens of the rollout; 1 where the rollout has no signal.
+
+    raw (..., T) >= 0, own (..., T) bool, counted (..., 1) bool: the rollouts with a signal -> (..., T).
+    """
+    scale = own.sum(-1, keepdim=True) / raw.sum(-1, keepdim=True)
+    return (raw * scale).where(counted, own.to(raw))
+
+
+def entropy_reductions(entropies: Tensor, own: Tensor) -> Tensor:
+    """Returns max(0, H_t - H_{t+1}), H_{t+1} of the next own token; 0 at the last. (B, T), own (B, T) -> (B, T)."""
+    import torch
+
+    reductions = (entropies[:, :-1] - entropies[:, 1:]).clamp(min=0).masked_fill(~own[:, 1:], 0)
+    return torch.nn.functional.pad(reductions, (0, 1)) if own.shape[1] else entropies
+
+
+def refuse_without_base(signal: str, lora: Any) -> None:
+    """Raises ValueError unless the base can be had by disabling the adapter.
+
+    lora: a peft configuration, or a mapping of its fields; None or an empty mapping where there is no adapter.
+    """
+    if not lora:
+        raise ValueError(
+            f"token_weights={signal} compares the policy with its base, the same weights with the adapter of LoRA "
+            "disabled, and there is no adapter. Use model.lora.r=16 (in a script peft_config=LoraConfig(...)), or "
+            "token_weights=surprisal."
+        )
+    fields = lora if isinstance(lora, dict) else vars(lora)
+    if (bias := fields.get("bias", "none")) != "none":
+        raise ValueError(
+            f"lora.bias={bias} trains biases of the base itself, which token_weights={signal} takes for what the "
+            "adapter has not moved. Use lora.bias=none."
+        )
+    if str(start := fields.get("init_lora_weights", True)).lower().startswith(INTO_THE_BASE):
+        raise ValueError(
+            f"lora.init_lora_weights={start} takes what the adapter begins with out of the base's weights, so that "
+            f"without its adapter the model is not the one that training began with, which token_weights={signal} "
+            "compares with. Use lora.init_lora_weights=true."
+        )
+    if getattr(lora, "is_prompt_learning", False):
+        raise ValueError(
+            f"token_weights={signal} compares hidden states position by position, and {type(lora).__name__} puts "
+            "positions of its own before them. Use LoraConfig."
+        )
+
+
+class WeightedAdvantages(Method):
+    """Multiplies the advantages by the factors that `Passes` measured, and lets the weights learn."""
+
+    def __init__(self, weights: TokenWeights):
+        self.weights = weights
+
+    def weighed(self, step: Step) -> None:
+        from otb.metrics import token_weight_metrics
+
+        factors = self.trainer._gathered(step.factors)
+        signals = None if step.signals is None else self.trainer._gathered(step.signals)
+        own = step.rollouts.reached(factors.shape[-1])
+        self.trainer._log(token_weight_metrics(signals, factors, own))
+        if signals is not None:
+            self.weights.update(signals, own)
+        step.advantages = step.advantages * factors

@@ -1,0 +1,270 @@
+"""Names every metric once, with its unit and its definition. It imports no torch: analysis reads it.
+
+`python -m otb.records.metric_names` prints docs/metrics.md, the table of these names.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """What one metric measures, and in which unit."""
+
+    unit: str
+    definition: str
+
+
+# Names are written here once; what is not measured is absent from a row, never 0.
+METRICS = {
+    "step": Metric("1", "optimizer steps done; one step consumes one batch of rollouts"),
+    "own_tokens": Metric("tokens", "tokens the policy sampled in this step, those of masked rollouts too"),
+    "tool_tokens": Metric("tokens", "tokens that tools put into the responses of this step"),
+    "own_tokens_total": Metric("tokens", "own tokens since the start of the run; evaluations are not counted"),
+    "tool_tokens_total": Metric("tokens", "tool tokens since the start of the run"),
+    "reward_mean": Metric("reward", "mean over the scored rollouts of the step"),
+    "reward_spread": Metric("reward", "standard deviation over the scored rollouts of the step"),
+    "accuracy": Metric("share", "scored rollouts with reward 1"),
+    "unscored": Metric("share", "rollouts that no reward function could score; absent when there were none"),
+    "grade_correct": Metric("share", "rollouts whose final answer equals the reference; maths tasks only"),
+    "grade_wrong": Metric("share", "rollouts with a readable answer that differs from the reference; maths tasks only"),
+    "grade_unparsable": Metric(
+        "share", "rollouts without a final answer, or with one that is no expression; maths tasks only"
+    ),
+    "grade_timeout": Metric("share", "rollouts whose grader ran out of time; unscored; maths tasks only"),
+    "grade_error": Metric("share", "rollouts whose grader failed otherwise; unscored; maths tasks only"),
+    "response_length_mean": Metric("tokens", "own tokens per rollout, mean"),
+    "response_length_max": Metric("tokens", "own tokens per rollout, largest"),
+    "equal_reward_groups": Metric("share", "prompt groups whose scored rollouts all have one reward"),
+    "dropped_by_mismatch": Metric(
+        "share", "rollouts whose geometric mean ratio left geometric_ratio_band; they train nothing"
+    ),
+    "mismatch_mean": Metric(
+        "nats",
+        "absolute difference of log pi and the sampler's, per own token, mean; where vLLM or a copy of the policy "
+        "samples",
+    ),
+    "mismatch_max": Metric(
+        "nats",
+        "absolute difference of log pi and the sampler's, per own token, largest; where vLLM or a copy of the policy "
+        "samples",
+    ),
+    "importance_ratio_min": Metric(
+        "1",
+        "trained / sampled probability of an own token, clipped, smallest; where vLLM or a copy of the policy samples",
+    ),
+    "importance_ratio_mean": Metric(
+        "1", "trained / sampled probability of an own token, clipped, mean; where vLLM or a copy of the policy samples"
+    ),
+    "importance_ratio_max": Metric(
+        "1",
+        "trained / sampled probability of an own token, clipped, largest; where vLLM or a copy of the policy samples",
+    ),
+    "log_ppl_abs_diff_mean": Metric(
+        "nats",
+        "absolute value of a rollout's mean of log pi minus the sampler's over its own tokens, mean over rollouts; "
+        "where vLLM or a copy of the policy samples",
+    ),
+    "log_ppl_abs_diff_max": Metric(
+        "nats",
+        "absolute value of a rollout's mean of log pi minus the sampler's over its own tokens, largest; where vLLM or "
+        "a copy of the policy samples",
+    ),
+    "mismatch_kl": Metric(
+        "nats",
+        "KL(sampler, policy) per own token, estimated by the mean of the sampler's log pi minus the policy's; where "
+        "vLLM or a copy of the policy samples",
+    ),
+    "mismatch_k3": Metric(
+        "nats",
+        "KL(sampler, policy) per own token, k3 estimate: mean of ratio - 1 - log ratio, ratio = trained / sampled "
+        "probability, not clipped; where vLLM or a copy of the policy samples",
+    ),
+    "mismatch_chi2_token": Metric(
+        "1",
+        "chi^2 of trained and sampled probability per own token: mean of ratio^2, minus 1; where vLLM or a copy of the "
+        "policy samples",
+    ),
+    "mismatch_chi2_seq": Metric(
+        "1",
+        "chi^2 of trained and sampled probability of whole rollouts: mean over rollouts of the squared product of "
+        "their tokens' ratios, minus 1; where vLLM or a copy of the policy samples",
+    ),
+    "truncated": Metric("share", "rollouts that the length limit ended"),
+    "gradient_norm": Metric("norm", "Euclidean norm of the whole gradient before clipping"),
+    "loss": Metric("1", "policy loss of the step, summed over its micro-batches"),
+    "entropy": Metric(
+        "nats", "entropy of the policy at the sampling temperature over own tokens; mean of micro-batches"
+    ),
+    "kl": Metric(
+        "nats", "k3 estimate of KL(policy, reference) over own tokens; mean of micro-batches; with trainer.beta > 0"
+    ),
+    "learning_rate": Metric("1", "learning rate of the step"),
+    "length_baseline": Metric(
+        "tokens",
+        "mean response length of the first steps, from which a surge is measured; with schedule=length_triggered",
+    ),
+    "length_surge_step": Metric(
+        "1",
+        "optimizer steps done when the mean response length surged; with schedule=length_triggered, absent before that",
+    ),
+    "improvement_mu": Metric("reward", "mean reward of the step, as it enters the window; with improvement="),
+    "improvement_mu_his": Metric(
+        "reward", "mean of the window, the mean rewards of the steps before; with improvement=, once the window is full"
+    ),
+    "improvement_xi": Metric(
+        "1",
+        "(mu - mu_his) / sigma_his: by how many standard deviations of the window the step's mean reward differs from "
+        "the window's mean; with improvement=, once the window is full",
+    ),
+    "improvement_phi": Metric(
+        "1",
+        "factor of the advantages of the batch before in the improvement update; with improvement=, once the window is "
+        "full",
+    ),
+    "improvement_ratio_mean": Metric(
+        "1",
+        "ratio to the policy that sampled the batch before, mean over its own tokens; absent without an improvement "
+        "update",
+    ),
+    "improvement_clip_fraction": Metric(
+        "share", "own tokens of the batch before whose ratio was clipped; absent without an improvement update"
+    ),
+    "improvement_gradient_norm": Metric(
+        "norm", "Euclidean norm of the gradient of the improvement update; absent without one"
+    ),
+    "advantage_mean": Metric("reward", "mean over own tokens of the advantages used"),
+    "advantage_spread": Metric("reward", "standard deviation over own tokens of the advantages used"),
+    "advantage_max": Metric("reward", "largest absolute advantage used"),
+    "baseline_mean": Metric("reward", "mean of the baseline over own tokens"),
+    "baseline_spread": Metric("reward", "standard deviation of the baseline over own tokens"),
+    "token_weight_gini": Metric(
+        "1",
+        "Gini coefficient of a rollout's token weights, mean over rollouts; 0 = equal; with token_weights=",
+    ),
+    "token_weight_support": Metric(
+        "share",
+        "effective support 1 / (T sum_t w_t^2) of a rollout's token weights w_t, which sum to 1 over its T own tokens; "
+        "mean over rollouts; 1 = equal; with token_weights=",
+    ),
+    "token_weight_mean": Metric(
+        "1", "factor of the advantages, mean over own tokens; not 1 with normalise=running; with token_weights="
+    ),
+    "token_signal_mean": Metric(
+        "of the signal",
+        "signal that the token weights are made of, mean over own tokens; with arca the norm of the residual; absent "
+        "with uniform weights",
+    ),
+    "token_signal_max": Metric(
+        "of the signal",
+        "signal that the token weights are made of, largest; with arca the norm of the residual; absent with uniform "
+        "weights",
+    ),
+    "mtp_cross_entropy": Metric(
+        "nats", "-log pi of the auxiliary head per own token, at the sampling temperature; with auxiliary=mtp"
+    ),
+    "mtp_lambda": Metric(
+        "1",
+        "weight of the head's policy loss, mean over the forwards of the step; 0 in the first update of a batch; with "
+        "auxiliary.mode=occ and occ_as_code",
+    ),
+    "mtp_c": Metric(
+        "nats^2",
+        "sum over the own tokens of a forward of d d_head, the changes of log pi of the policy and of its head since "
+        "the tokens were sampled; with auxiliary.mode=occ, absent in the first update of a batch",
+    ),
+    "mtp_v2": Metric(
+        "nats^2",
+        "sum over the own tokens of a forward of d_head^2, d_head the change of the head's log pi since the tokens "
+        "were sampled; with auxiliary.mode=occ, absent in the first update of a batch",
+    ),
+    "mtp_cosine": Metric(
+        "1",
+        "cosine of d and d_head, the changes of log pi of the policy and of its head since the tokens were sampled; "
+        "with auxiliary.mode=occ, absent in the first update of a batch",
+    ),
+    "energy_mean": Metric(
+        "norm^2",
+        "realized energy W_T = sum_t w_t per scored rollout, mean; w: the proxy, times the squared factor of the token "
+        "with token_weights=",
+    ),
+    "energy_spread": Metric("norm^2", "realized energy per scored rollout, standard deviation"),
+    "total_power": Metric(
+        "reward^2 norm^2", "sum_t w_t A_t^2 per scored rollout, mean: token-diagonal power; A before token_weights="
+    ),
+    "verl_power": Metric(
+        "reward^2 norm^2",
+        "verl's form of total_power: W_T (mean_t A_t)^2 per scored rollout, mean; equal to it for one A per rollout",
+    ),
+    "gradient_noise": Metric(
+        "norm^2",
+        "measured with measure_gradient_noise=true: trace of the covariance of one prompt group's gradient, unbiased; "
+        "by two batch sizes (arXiv 1812.06162). Gradients are the loss's: with dr_grpo a group's is sum_t A_t grad log "
+        "pi_t / (group_size x max_completion_length), and the step's is the mean of its groups'",
+    ),
+    "gradient_signal": Metric(
+        "norm^2",
+        "measured with measure_gradient_noise=true, as gradient_noise is: squared norm of the true gradient, unbiased, "
+        "so that it may be negative",
+    ),
+    "verl_noise": Metric(
+        "mixed", "verl's form of gradient noise: (verl_power - gradient_norm^2) / (rollouts of the step - 1)"
+    ),
+    "seconds_sampling": Metric("s", "time spent generating the rollouts of the step, tools included"),
+    "seconds_scoring": Metric("s", "time spent in reward functions"),
+    "seconds_advantages": Metric(
+        "s", "time spent on score norms, baseline and advantages, with their own forward unless the loss takes it"
+    ),
+    "seconds_improvement": Metric("s", "time spent on the improvement update, if there is one"),
+    "seconds_loss": Metric(
+        "s", "rest of the step: loss forward (with the one that score norms share), backward, optimizer"
+    ),
+    "seconds_step": Metric("s", "wall time of the step, without evaluations and checkpoints"),
+    "peak_memory_bytes": Metric(
+        "bytes",
+        "largest device memory allocated so far; on a CPU resident memory, with less of the libraries in a sweep",
+    ),
+    "turns_mean": Metric("turns", "assistant turns per rollout, mean"),
+    "tool_calls": Metric("calls", "tool calls of the step"),
+    "tool_failed": Metric("share", "tool calls whose code raised an error"),
+    "tool_timed_out": Metric("share", "tool calls that ran into a limit of time, memory or output"),
+    "tool_refused": Metric("share", "tool calls not run: malformed, over a limit, or past the last turn"),
+    "tool_seconds": Metric("s", "time that programs ran, summed over the calls; one that calls share counts for each"),
+    "cut_by_turns": Metric("share", "rollouts ended by the turn limit"),
+    "cut_by_length": Metric("share", "rollouts ended by the length limit"),
+    "never_called": Metric("share", "rollouts without a tool call"),
+}
+EVALUATION_METRICS = {
+    "step": Metric("1", "optimizer steps done before this evaluation"),
+    "accuracy": Metric("share", "avg@k: held-out samples with reward 1, k samples per prompt"),
+    "pass_at_k": Metric("share", "of the held-out prompts with a scored sample, those with at least one of reward 1"),
+    "samples": Metric("1", "k, samples per prompt"),
+    "prompts": Metric("1", "held-out prompts"),
+    "response_length_mean": Metric("tokens", "own tokens per sample, mean"),
+    "unscored": Metric("share", "samples that could not be scored; absent when there were none"),
+    "own_tokens_total": Metric("tokens", "own tokens of training before this evaluation"),
+    "seconds": Metric("s", "wall time of the evaluation"),
+}
+# What differs between two runs of one configuration; everything else is equal, bit for bit, on one CPU.
+TIME_AND_MEMORY = frozenset(
+    name for name in METRICS if name.startswith("seconds_") or name in ("peak_memory_bytes", "tool_seconds")
+) | {"seconds"}
+
+
+def metric_table() -> str:
+    """Returns the metric names as a Markdown table; docs/metrics.md is this text."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated by `python -m otb.records.metric_names`. What is not measured is absent from a row.",
+        "",
+    ]
+    for title, metrics in (("metrics.jsonl", METRICS), ("evaluations.jsonl", EVALUATION_METRICS)):
+        lines += [f"## {title}", "", "| name | unit | definition |", "|---|---|---|"]
+        lines += [f"| `{name}` | {metric.unit} | {metric.definition} |" for name, metric in metrics.items()]
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+if __name__ == "__main__":
+    print(metric_table())

@@ -1,0 +1,352 @@
+"""MeasuringTrainer: a GRPOTrainer that measures of its rollouts what a baseline declares that it needs.
+
+OTBTrainer is one. Rewards are kept where TRL computes them. Score norms are read off a forward pass over the rollouts,
+whose LM head then returns log sum pi^2 beside the log-probs. TRL makes such a pass where its loss needs one; elsewhere
+this class makes an extra one, and the loss takes it instead of one of its own where it can (otb/lean_trainer.py).
+Hidden states, and the signals of token weights, need the extra pass in any case; exact norms need backward passes of
+their own (otb/exact_norms.py). Everything measured ends in the `RolloutGroups` of all processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import add_fused_lm_head
+
+from otb import adapters, baselines, exact_norms
+from otb.advantages import advantages as advantages_of
+from otb.baselines import StatefulBaseline
+from otb.loss_inputs import prompts_with_responses, response_mask
+from otb.methods import Method, Step
+from otb.methods.token_weights import OF_THE_BASE, TokenWeights, residuals, weighted_norms
+from otb.random_state import isolated_random_state
+from otb.rollouts import OwnTokens, RolloutGroups, TokenStates, joined
+from otb.score_norms import logit_gradient_proxy
+from otb.training.lean_loss import chunks, in_order
+from otb.training.options import CHUNKS
+
+if TYPE_CHECKING:
+    pass
+
+
+class Passes(Method):
+    """Makes the passes before the loss, and measures of a batch what the baseline and the token weights need."""
+
+    def __init__(self, baseline: Any, token_weights: TokenWeights | None, logs_energy: bool):
+        self.baseline, self.token_weights = baseline, token_weights
+        self.needs = baselines.needs_of(baseline)  # what the baseline declares
+        self.needs_score_norms = "score_norms" in self.needs or logs_energy
+        # Whether the extra pass is made even where TRL makes one; `while_sampling` says why.
+        self.always_extra = "hidden_states" in self.needs or bool(self._watched_for_weights)
+        self._scoring = False  # whether no-grad passes are to return log sum pi^2
+        self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
+        self._watched = torch.zeros(0)  # (B, C): what the signal of the token weights is made of
+
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        weights = self.token_weights
+        if weights is not None and weights.reads_base:
+            adapters.refuse_trained_base(weights.signal, trainer.accelerator.unwrap_model(trainer.model))
+            with self._hidden_states(weights.states):  # a backbone without a final norm is refused
+                pass
+        if self.needs & baselines.EXACT_NORMS:
+            exact_norms.trainable(trainer.model)  # too many parameters are refused before the first rollout
+            trainer._refuse_sharding(f"baseline {baselines.name_of(self.baseline)}", "a baseline with the proxy")
+
+    # ---- what the baseline needs
+
+    def measure(self, step: Step) -> dict:
+        """Measures what the baseline declared that it needs, of this process's rollouts, and fills in the step.
+
+        -> the norms by their names in RolloutGroups, packed (B, T) or (B,); "reduced" and "totals", what the baseline's
+        `reduce` returned, empty without one.
+        """
+        output, own = step.output, step.own
+        measured: dict = {"reduced": {}, "totals": {}}
+        if "hidden_states" in self.needs:
+            parts: list[tuple[Tensor, dict, dict]] = []
+            probabilities = self.extra(step, parts, keep=True)
+            measured["reduced"] = joined_rows([(rows, kept) for rows, kept, _ in parts])
+            measured["totals"] = {name: sum(totals[name] for *_, totals in parts) for name in parts[0][2]}
+        elif self.needs_score_norms or self.always_extra:
+            probabilities = self._probabilities(step)
+        passed = self.always_extra or self.needs_score_norms
+        step.log_probs = probabilities[0] if passed else output.get("old_per_token_logps")
+        step.signals, step.factors = self._signals_and_factors(own, self._watched)
+        if self.needs_score_norms:
+            measured["score_norms"] = weighted_norms(own.pack(proxy(output, *probabilities)), step.factors)
+        for name in sorted(self.needs & baselines.EXACT_NORMS):
+            measured[name] = self._exact_norms(step, getattr(exact_norms, name))
+        return measured
+
+    def _exact_norms(self, step: Step, norms: Callable) -> Tensor:
+        """Returns exact norms of this process's rollouts, with rho f s in the place of s.
+
+        rho: where TRL corrects the sampler; f: where tokens are weighted. norms: `sequence_norms` or `prefix_norms` of
+        otb.exact_norms.
+        """
+        output, own_mask = step.output, response_mask(step.output)
+        ids, attention_mask = prompts_with_responses(output)
+        on_prompt = torch.zeros_like(output["prompt_mask"])
+        rho = output.get("importance_sampling_ratio")
+        if step.factors is not None:
+            own = OwnTokens(own_mask)
+            factors = own.unpack(step.factors * own.own)
+            rho = factors if rho is None else rho * factors
+        if rho is not None:
+            rho = torch.cat([on_prompt.to(rho), rho.expand(own_mask.shape)], dim=1)
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        checkpointing_off = disable_gradient_checkpointing(
+            self.trainer.model, self.trainer.args.gradient_checkpointing_kwargs
+        )
+        with checkpointing_off, without_dropout(model), self.trainer.accelerator.autocast():
+            return norms(
+                model, ids, attention_mask, torch.cat([on_prompt.bool(), own_mask], 1), self.trainer.temperature, rho
+            )
+
+    def _probabilities(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Returns log pi and log sum pi^2 (B, C) of the policy that sampled, from TRL's pass where it made one."""
+        for log_probs, log_sum_sq_probs in self._passes:
+            # Under LoRA the reference model's pass runs through the same model: only identity tells them apart.
+            if log_probs is step.output.get("old_per_token_logps"):
+                return log_probs, log_sum_sq_probs
+        return self.extra(step, keep=True)
+
+    # ---- the extra pass
+
+    def extra(self, step: Step, reduced: list | None = None, keep: bool = False) -> tuple[Tensor, Tensor]:
+        """Makes a forward in which rollouts of similar length stand together.
+
+        A padded batch is mostly padding where lengths differ; sorting it takes a third off this pass and more.
+        reduced: receives (rows of the batch, kept, totals) of each chunk, what the baseline's `reduce` returned for it.
+        keep: let the loss take this pass, if it can. -> log pi and log sum pi^2 (B, C), without gradient.
+        """
+        output = step.output
+        ids, attention_mask = prompts_with_responses(output)
+        prompt_width, width_of_all = output["prompt_ids"].size(1), output["completion_ids"].size(1)
+        lengths = output["completion_mask"].sum(-1)  # (B,), tool tokens included
+        started = time.perf_counter()
+        keep = (
+            keep
+            and not self._watched_for_weights
+            and not self.needs & baselines.EXACT_NORMS
+            and self.trainer.lean.can_keep(output)
+        )
+        learns = torch.zeros_like(lengths, dtype=torch.bool)
+        if keep:
+            learns = self._may_learn(OwnTokens(response_mask(output)))
+        at_once = min(self.trainer.args.per_device_train_batch_size, -(-len(ids) // CHUNKS))
+        parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        self._scoring, self._watched = True, torch.zeros(output["completion_ids"].shape, device=ids.device)
+        with nullcontext() if keep else self._as_measurement():
+            for rows, with_gradient in chunks(lengths, learns, torch.ones_like(learns), at_once):
+                width = max(1, int(lengths[rows[-1]]))
+                chunk = slice(prompt_width + width)
+                part = (ids[rows, chunk], attention_mask[rows, chunk], width)
+                states = "post_norm" if reduced is not None else None
+                with torch.set_grad_enabled(with_gradient), self._hidden_states(states) as hidden_states:
+                    passed, watched = self._watched_pass(*part, compute_entropy=keep)
+                parts.append((rows, passed))
+                if watched is not None:
+                    self._watched[rows, :width] = watched
+                if reduced is not None:
+                    probabilities = [values.detach() for values in passed[:2]]
+                    predicting = hidden_states.pop()[:, -width - 1 : -1].detach()
+                    with torch.no_grad():
+                        token_states = self._token_states(output, rows, predicting, *probabilities)
+                        reduced.append((rows, *cast(StatefulBaseline, self.baseline).reduce(token_states)))
+        log_probs, log_sum_sq_probs, *entropies = in_order(parts, width_of_all)
+        if keep:
+            self.trainer.lean.keep(output, log_probs, entropies[0], learns)
+            # Less time than nothing: it is counted with the loss, which is what remains of a step.
+            self.trainer._add_seconds("advantages", started - time.perf_counter())
+        return log_probs.detach(), log_sum_sq_probs.detach()
+
+    def _may_learn(self, own: OwnTokens) -> Tensor:
+        """Tells which rollouts of a lone process will have an advantage that is not 0, -> (B,) bool, by a guess.
+
+        The baseline is asked with 1 in the place of the norms that are not known yet: where rewards are equal, whether
+        the advantage is 0 does not depend on them. What was not foreseen costs a second forward, and what was foreseen
+        in vain a graph.
+        """
+        if baselines.carries_state(self.baseline) or "hidden_states" in self.needs:  # what it reads is not there yet
+            return torch.ones(len(own.mask), dtype=torch.bool, device=own.mask.device)
+        ones = self.trainer._in_groups(own.own.float())
+        rollouts = RolloutGroups(
+            self.trainer._in_groups(self.trainer._summed_rewards()),
+            self.trainer._in_groups(own.lengths),
+            score_norms=ones,
+            sequence_norms=ones.sum(-1),
+            prefix_norms=ones.cumsum(-1),
+        )
+        with isolated_random_state():
+            advantages = advantages_of(rollouts, self.baseline(rollouts))
+        return advantages.ne(0).any(-1).flatten()
+
+    @contextmanager
+    def _as_measurement(self) -> Iterator[None]:
+        """Makes passes inside draw no dropout and keep nothing for a backward."""
+        checkpointing_off = disable_gradient_checkpointing(
+            self.trainer.model, self.trainer.args.gradient_checkpointing_kwargs
+        )
+        with torch.no_grad(), checkpointing_off, without_dropout(self.trainer.model):
+            yield
+
+    @property
+    def _watched_for_weights(self) -> str:
+        """What the signal of the token weights is made of, `TokenWeights.measure`; "" where nothing is measured."""
+        return self.token_weights.measure if self.token_weights else ""
+
+    def _watched_pass(self, ids: Tensor, attention_mask: Tensor, width: int, compute_entropy: bool):
+        """Makes the forward of one chunk, and one of the base where token weights compare the policy with it.
+
+        -> log pi, log sum pi^2 and, if asked for, entropies; what the signal of the weights is made of or None: each
+        (b, width).
+        """
+        measure = self._watched_for_weights
+        states = self.token_weights.states if self.token_weights and measure == "residuals" else None
+        part = (ids, attention_mask)
+        with self._hidden_states(states) as of_policy:
+            _, entropies, _ = self.trainer._get_per_token_logps_and_entropies(
+                self.trainer.model, *part, width, compute_entropy=compute_entropy or measure == "entropies"
+            )
+        log_probs, log_sum_sq_probs = self._passes.pop()
+        passed = (log_probs, log_sum_sq_probs, *([entropies] if compute_entropy else []))
+        if measure not in OF_THE_BASE:
+            return passed, {"log_probs": log_probs, "entropies": entropies}.get(measure)
+        without_adapter = adapters.disabled(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        with without_adapter, self._hidden_states(states) as of_base:
+            scored = width if states is None else 1  # hidden states need no LM head
+            of_base_log_probs, *_ = self.trainer.passed(self.trainer.model, *part, scored, below=self)
+        if states is None:
+            return passed, log_probs - of_base_log_probs
+        predicting = slice(-width - 1, -1)
+        return passed, residuals(of_policy.pop()[:, predicting], of_base.pop()[:, predicting])
+
+    def _signals_and_factors(self, own: OwnTokens, watched: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Returns signals (B, T) and factors (B, T or 1) of the token weights; None for what there is not.
+
+        watched: (B, C) as `_watched_pass` returns it.
+        """
+        if self.token_weights is None:
+            return None, None
+        signals = self.token_weights.signals(own.pack(watched), own.own) if self._watched_for_weights else None
+        return signals, self.token_weights.factors(signals, own.own)
+
+    def _token_states(self, output: dict, rows: Tensor, hidden_states: Tensor, log_probs, log_sum_sq_probs):
+        """Returns the TokenStates of rows (b,) of the batch.
+
+        hidden_states (b, width, d), log_probs and log_sum_sq_probs (b, width): of the first positions of the response.
+        """
+        width = hidden_states.size(1)
+        own = OwnTokens(response_mask(output)[rows, :width])
+        ratio = {name: output[name][rows] for name in ("importance_sampling_ratio",) if name in output}
+        w = own.pack(proxy(ratio, log_probs, log_sum_sq_probs)) if self.needs_score_norms else None
+        _, factors = self._signals_and_factors(own, self._watched[rows, :width])
+        first = self.trainer.accelerator.process_index * len(output["completion_ids"])
+        return TokenStates(
+            own=own.own,
+            hidden_states=own.pack(hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()),
+            log_probs=own.pack(log_probs),
+            log_sum_sq_probs=own.pack(log_sum_sq_probs),
+            score_norms=None if w is None else weighted_norms(w, factors),
+            scored=~self.trainer._summed_rewards()[first + rows].isnan(),
+        )
+
+    @contextmanager
+    def _hidden_states(self, states: str | None) -> Iterator[list[Tensor]]:
+        """Collects the final hidden states (B, L, d) of each forward inside, as `adapters.collected_states` names them.
+
+        states: None for a pass that needs none.
+        """
+        if states is None:
+            yield []
+            return
+        backbone: Any = self.trainer._causal_model().base_model  # a module; torch's stubs say "or a tensor"
+        with adapters.collected_states(backbone, states) as collected:
+            yield collected
+
+    # ---- every pass: TRL's, which also returns log sum pi^2 where it is asked for
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Lets TRL's passes without gradient return log sum pi^2 too, where score norms can be taken from them.
+
+        They know neither tool tokens nor rewards, which `reduce` needs, and have the dropout of training, which token
+        weights must not see: both take an extra pass.
+        """
+        self._scoring = self.needs_score_norms and not self.always_extra
+        try:
+            yield
+        finally:
+            self._scoring, self._passes = False, []
+
+    def around_pass(self, make, model, ids, mask, width, *args, **kwargs):
+        part = (model, ids, mask, width)
+        if not self._scoring or model is not self.trainer.model:
+            return make(*part, *args, **kwargs)
+        with self._log_sum_sq_probs_head(kwargs.get("compute_entropy", False)) as of_chunks:
+            result = make(*part, *args, **kwargs)
+        self._passes.append((result[0], torch.cat([chunk[:, -width:] for chunk in of_chunks])))
+        return result
+
+    @contextmanager
+    def _log_sum_sq_probs_head(self, with_entropy: bool) -> Iterator[list[Tensor]]:
+        """Makes TRL's fused LM head return log sum pi^2 too, for one pass and without (B, C, V) logits.
+
+        The list collects it per chunk of TRL's pass. A second head that stayed would cost more per step.
+        """
+        model = self.trainer._causal_model()
+        trl_forward, collected = model.forward, []
+        add_fused_lm_head(
+            model,
+            temperature=self.trainer.temperature,
+            cast_lm_head_to_fp32=self.trainer.args.cast_lm_head_to_fp32,
+            outputs=("log_probs", "log_sum_sq_probs", *(["entropy"] if with_entropy else [])),
+        )
+        fused_forward = model.forward
+
+        def forward(*args, **kwargs):
+            result = fused_forward(*args, **kwargs)
+            collected.append(result.log_sum_sq_probs)
+            return result
+
+        model.forward = forward
+        try:
+            yield collected
+        finally:
+            model.forward = trl_forward
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Puts the model into evaluation mode inside: a measurement draws nothing from the random state of training."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def proxy(output: dict, log_probs: Tensor, log_sum_sq_probs: Tensor) -> Tensor:
+    """Returns w (B, C) of every position, times rho^2 where `output` has TRL's correction for the sampler."""
+    w = logit_gradient_proxy(log_probs, log_sum_sq_probs)
+    rho = output.get("importance_sampling_ratio")  # (B, C) or (B, 1)
+    return w if rho is None else w * rho[:, : w.size(1)].square()
+
+
+def joined_rows(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """Puts the rows of chunks back into the order of the batch.
+
+    parts: (rows (b,), name -> tensor (b, ...)) of each chunk; a second dimension that differs is padded with 0.
+    -> name -> tensor (B, ...).
+    """
+    place = torch.cat([rows for rows, _ in parts]).argsort()
+    return {name: joined([kept[name] for _, kept in parts], dim=1)[place] for name in parts[0][1]}
