@@ -2,13 +2,14 @@
 
 The head predicts the token after the next one (otb/methods/mtp.py). What its loss does to the policy is the mode; with
 `occ` it is weighted by how well the two move together (arXiv 2605.28184). OTBTrainer takes the options as `auxiliary`,
-otb/mtp_training.py makes a loss of them. Importing this file imports no torch.
+otb/methods/auxiliary_head.py makes a loss of them. Importing this file imports no torch.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
+from otb.refusals import Code, Options
 from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 MODES = ("detach", "ce", "policy", "occ", "occ_as_code")
@@ -81,61 +82,59 @@ class MultiTokenPrediction:
         """Tells whether the head's log-probs at the moment of sampling are read."""
         return self.mode == "occ" or (self.ratio_to == "head" and self.mode in ("policy", "occ_as_code"))
 
-
-def refuse_both(improvement: object | None, auxiliary: object | None) -> None:
-    """Raises ValueError for a head beside improvement updates. None: there is none of the two."""
-    if improvement is not None and auxiliary is not None:
-        raise ValueError(
-            "improvement= trains on the last batch once more, and what an auxiliary head's changes would be measured "
-            "against there has not been worked out. Leave out improvement=, or auxiliary=."
-        )
-
-
-def refuse_auxiliary(args: Any, auxiliary: MultiTokenPrediction, lora: Any = None, optimizers: Any = None) -> None:
-    """Raises ValueError for options that a head cannot work with, or has not been tested with.
-
-    args: a GRPOConfig, or what has some of its attributes. lora: a peft configuration or its fields, None without.
-    optimizers: as in transformers.Trainer.
-    """
-    for option in NEVER:
-        if getattr(args, option, False):
-            raise ValueError(
-                f"{option}=True beside an auxiliary head: the head reads hidden states and the LM head's weight as "
-                f"plain torch modules have them. Use {option}=False, or auxiliary=none."
+    def refuse(self, options: Options) -> None:
+        """Raises ValueError for options that a head cannot work with, or has not been tested with."""
+        off = ("auxiliary", None)
+        if options.improvement is not None:
+            raise options.refusal(
+                "improvement",
+                "trains on the last batch once more, and what an auxiliary head's changes would be measured against "
+                "there has not been worked out",
+                ("improvement", None),
+                off,
             )
-    if lora:
-        raise ValueError(
-            "an adapter of LoRA beside an auxiliary head: the head is trained whole, and whether its loss should reach "
-            "an adapter has not been tested. Leave model.lora (in a script peft_config) out, or use auxiliary=none."
-        )
-    if optimizers is not None and optimizers[0] is not None:
-        raise ValueError(
-            f"optimizers=({type(optimizers[0]).__name__}, ...) does not know the head's parameters, which the "
-            "trainer's own gets. Leave optimizers out."
-        )
-    if auxiliary.mode in ("detach", "ce"):
-        return
-    loss_type = getattr(args, "loss_type", LOSS_TYPES[0])
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(
-            f"loss_type={loss_type!r}: the head's policy loss clips the ratio token by token, as "
-            f"{', '.join(LOSS_TYPES)} do. Use one of these, or auxiliary.mode=ce."
-        )
-    for option, neutral in LEFT_ALONE.items():
-        if (value := getattr(args, option, neutral)) != neutral:
-            raise ValueError(
-                f"{option}={value} changes tokens of the policy's loss, and not of its head's. Use "
-                f"{option}={'null' if neutral is None else neutral}, or auxiliary.mode=ce."
+        options.refuse_sharding("an auxiliary head reads whole weights", off)
+        for option in NEVER:
+            if getattr(options, option):
+                rule = (
+                    "beside an auxiliary head: the head reads hidden states and the LM head's weight as plain torch "
+                    "modules have them"
+                )
+                raise options.refusal(option, rule, (option, False), off)
+        if options.peft_config:
+            raise options.refusal(
+                "peft_config",
+                "is an adapter of LoRA beside an auxiliary head: the head is trained whole, and whether its loss "
+                "should reach an adapter has not been tested",
+                f"no {options.key('peft_config')}",
+                off,
             )
-    accumulated = getattr(args, "gradient_accumulation_steps", 1)
-    iterations = getattr(args, "num_iterations", 1)
-    of_a_generation = (getattr(args, "steps_per_generation", None) or accumulated) * iterations
-    if auxiliary.has_lambda and of_a_generation <= accumulated:
-        raise ValueError(
-            f"num_iterations={iterations} makes one update per batch, and mode={auxiliary.mode} measures what updates "
-            "of a batch have changed: lambda would be 0 throughout, a run with detach. Use "
-            "num_iterations=2, or auxiliary.mode=policy."
-        )
+        if options.optimizers is not None and options.optimizers[0] is not None:
+            given = Code(f"({type(options.optimizers[0]).__name__}, ...)")
+            rule = "does not know the head's parameters, which the trainer's own optimizer gets"
+            raise options.refusal("optimizers", rule, "no optimizers", off, value=given)
+        if self.mode not in ("detach", "ce"):
+            self._refuse_beside_its_policy_loss(options)
+
+    def _refuse_beside_its_policy_loss(self, options: Options) -> None:
+        plain = ("auxiliary.mode", "ce")
+        if options.loss_type not in (None, *LOSS_TYPES):
+            rule = f": the head's policy loss clips the ratio token by token, as {', '.join(LOSS_TYPES)} do"
+            raise options.refusal("loss_type", rule, "one of these", plain)
+        for option, neutral in LEFT_ALONE.items():
+            if getattr(options, option) not in (neutral, None):
+                rule = "changes tokens of the policy's loss, and not of its head's"
+                raise options.refusal(option, rule, (option, neutral), plain)
+        accumulated, iterations = options.gradient_accumulation_steps or 1, options.num_iterations or 1
+        if self.has_lambda and (options.steps_per_generation or accumulated) * iterations <= accumulated:
+            raise options.refusal(
+                "num_iterations",
+                f"makes one update per batch, and mode={self.mode} measures what updates of a batch have changed: "
+                "lambda would be 0 throughout, a run with detach",
+                ("num_iterations", 2),
+                ("auxiliary.mode", "policy"),
+                value=iterations,
+            )
 
 
 def refuse_architecture(model_type: str) -> None:

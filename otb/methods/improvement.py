@@ -1,7 +1,7 @@
 """PIPO's weight of an improvement update (arXiv 2604.00860): was the last update followed by a better batch?
 
 The mean reward mu_t of every batch is compared with those of the `window` batches before it, xi_t = (mu_t - mu_his) /
-(sigma_his + eps). otb/improving_trainer.py then updates the policy once more on the batch before, with its advantages
+(sigma_his + eps). otb/methods/improvement_update.py updates the policy once more on the batch before, its advantages
 times phi_t, which is xi_t where it is positive and `negative_scale` xi_t where it is not. Imports no torch at the top.
 docs/neighbours/pipo.md holds the sources and what was chosen where they disagree.
 """
@@ -13,6 +13,7 @@ import random
 import statistics
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from otb.refusals import Options
 from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ RULES = {
     "eps": Rule("a positive number", is_positive, 1e-8),
     "cap": Rule("a positive number, or null for none", is_positive, 3, optional=True),
 }
+
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # of TRL's, those of the clipped ratio
 
 
 class Reading(NamedTuple):
@@ -83,6 +86,39 @@ class PolicyImprovement:
         refuse_out_of_range(vars(self), RULES)
         refuse_unknown("mode", mode, ("pipo", "constant", "shuffled"))
         refuse_unknown("advantages", advantages, ("native", "scaled"))
+
+    def refuse(self, options: Options) -> None:
+        """Raises ValueError for options beside which an improvement update could not be what it says."""
+        off = ("improvement", None)
+        if (options.num_iterations or 1) != 1:
+            rule = "makes several updates on a batch, and the improvement update weighs one by the batch after it"
+            raise options.refusal("num_iterations", rule, ("num_iterations", 1), off)
+        accumulation = options.gradient_accumulation_steps
+        if options.steps_per_generation != accumulation:
+            rule = (
+                f"beside {options.says('gradient_accumulation_steps')}: the improvement update weighs one optimizer "
+                "step for each batch of rollouts"
+            )
+            raise options.refusal("steps_per_generation", rule, ("steps_per_generation", accumulation), off)
+        if options.loss_type not in (None, *CLIPPED_LOSSES):
+            rule = "has no clipped ratio, which holds the improvement update near the policy that sampled its batch"
+            raise options.refusal("loss_type", rule, f"one of {', '.join(CLIPPED_LOSSES)}", off)
+        if options.off_policy_mask_threshold is not None:
+            rule = "keeps or drops rollouts by the sign of their advantage, which the improvement update may turn"
+            raise options.refusal("off_policy_mask_threshold", rule, ("off_policy_mask_threshold", None), off)
+        options.refuse_sharding("an improvement update has only been tried with whole ones", off)
+        for option in ("use_vllm", "fp16"):
+            if getattr(options, option):
+                rule = (
+                    "has not been tried with improvement updates: they change the weights between the rollouts and "
+                    "their own update"
+                )
+                raise options.refusal(option, rule, (option, False), off)
+
+    @property
+    def steps_before(self) -> int:
+        """The steps that pass before the first improvement update can come: "shuffled" draws from an earlier xi."""
+        return self.window + (self.mode == "shuffled")
 
     def observe(self, mean_reward: float) -> Reading:
         """Takes the mean reward of a new batch, over all processes of the run, and compares it with those before it.

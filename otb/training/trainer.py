@@ -27,7 +27,7 @@ from otb.advantages import advantages as advantages_of
 from otb.baselines.otb import otb
 from otb.loss_inputs import response_mask
 from otb.methods import Method, Step
-from otb.methods.auxiliary import MultiTokenPrediction, refuse_auxiliary, refuse_both
+from otb.methods.auxiliary import MultiTokenPrediction
 from otb.methods.auxiliary_head import AuxiliaryHead
 from otb.methods.gradient_noise import GradientNoise
 from otb.methods.improvement import PolicyImprovement
@@ -35,21 +35,14 @@ from otb.methods.improvement_update import ImprovementUpdate
 from otb.methods.mismatch import SamplerMismatch
 from otb.methods.sampler_copy import SamplerCopy
 from otb.methods.schedules import FollowedLengths, LengthTriggeredDecay
-from otb.methods.token_weights import TokenWeights, WeightedAdvantages, refuse_without_base
+from otb.methods.token_weights import TokenWeights, WeightedAdvantages
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
 from otb.random_state import isolated_random_state
+from otb.refusals import Options
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.training.lean_loss import LeanLoss
 from otb.training.lean_sampling import lean_sampling
-from otb.training.options import (
-    Batches,
-    refuse_band,
-    refuse_broken_groups,
-    refuse_generation,
-    refuse_improvement,
-    refuse_options,
-    refuse_sampler_dtype,
-)
+from otb.training.options import refuse, refuse_generation_config
 from otb.training.passes import Passes
 
 BASELINE_STATE = "baseline.pt"  # the file in a checkpoint that holds the state of a baseline that learns
@@ -145,6 +138,7 @@ class OTBTrainer(GRPOTrainer):
     _tag_names = ["trl", "otb"]
     _buffered_inputs: list[dict] | None  # TRL's micro-batches of the last generation
     _name = "OTB"
+    words = Options  # of whoever is refused
     lr_scheduler: Any
 
     def __init__(
@@ -179,15 +173,19 @@ class OTBTrainer(GRPOTrainer):
             *([AuxiliaryHead(auxiliary)] if auxiliary else []),
         ]
         given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
-        self._refuse_before_loading(given, auxiliary)
+        self.asked = self._asked(given, auxiliary)
+        refuse(self.asked)
         self._seconds: dict[str, float] = {}  # part of the step -> time spent in it
         self._rewards_per_function: Tensor | None = None  # (P * G, reward functions), of all processes
         self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.use_vllm:  # its engine has seeded this process with its own number, the same for every run
             set_seed(self.args.seed, device_specific=True)
-        if (self._needs_score_norms or baselines.needs_scores(self.baseline)) and not self.use_vllm:
-            refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # the launcher may have said so
+            self.asked = self.asked.but(sharded=True)
+            refuse(self.asked)
+        if not self.use_vllm:
+            refuse_generation_config(self.asked, self.model.generation_config.to_dict())
         for method in self.methods:
             method.attach(self)
         if getattr(self.args, "sampler_dtype", None) is not None:
@@ -197,39 +195,23 @@ class OTBTrainer(GRPOTrainer):
         super().create_accelerator_and_postprocess()
         keep_float32_outputs(self.accelerator)  # before TRL wraps the reference model
 
-    def _refuse_before_loading(self, given: dict[str, Any], auxiliary: MultiTokenPrediction | None) -> None:
-        """Raises ValueError for what options alone show. given: arguments of GRPOTrainer by name."""
-        args, baseline, model = given["args"], self.baseline, given["model"]
-        refuse_both(self.improvement, auxiliary)
-        if args is not None:
-            needs_scores = self._needs_score_norms or baselines.needs_scores(baseline)
-            refuse_options(args, baseline, needs_scores, self.token_weights is not None)
-            refuse_sampler_dtype(args)
-            refuse_band(args)
-            if self.improvement is not None:
-                refuse_improvement(args)
-            if self.lr_schedule is not None:
-                refuse_two_schedules(args, given.get("optimizers"))
-            if auxiliary is not None:
-                refuse_auxiliary(args, auxiliary, given.get("peft_config"), given.get("optimizers"))
-            if self._noise:
-                refuse_micro_batches(args)
-        if self.token_weights is not None and self.token_weights.reads_base:
-            adapter = getattr(model, "active_peft_config", None) or given.get("peft_config")
-            refuse_without_base(self.token_weights.signal, adapter)
-
-    def _refuse_sharding(self, option: str, instead: str) -> None:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(
-                f"{option} needs whole parameters and their gradients on every process; FSDP and DeepSpeed shard them. "
-                f"Use plain data parallelism, or {instead}."
-            )
+    def _asked(self, given: dict[str, Any], auxiliary: MultiTokenPrediction | None) -> Options:
+        """Returns the options as refusals read them. given: arguments of GRPOTrainer by name."""
+        args = given["args"]
+        return self.words(
+            args,
+            baseline=self.baseline,
+            lr_schedule=self.lr_schedule,
+            token_weights=self.token_weights,
+            improvement=self.improvement,
+            auxiliary=auxiliary,
+            peft_config=getattr(given["model"], "active_peft_config", None) or given.get("peft_config"),
+            optimizers=given.get("optimizers"),
+            sharded=bool(getattr(args, "fsdp", None) or getattr(args, "deepspeed", None)),
+        )
 
     def _sample_by_copy(self, dtype: str) -> None:
         """Puts a copy of the policy where TRL keeps vLLM: from here on it weighs what differs as it does for vLLM."""
-        self._refuse_sharding(f"sampler_dtype={dtype}", "sampler_dtype=None")
-        reader = ("the sampler's log-probs", "sampler_dtype=None")
-        refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json", reader=reader)
         self.vllm_generation = SamplerCopy(
             self.accelerator.unwrap_model(self.model),
             self._causal_model(),
@@ -530,31 +512,4 @@ def keep_float32_outputs(accelerator) -> None:
 
     accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
-
-
-def refuse_two_schedules(args: GRPOConfig, optimizers: tuple | None) -> None:
-    """Raises ValueError where something beside `lr_schedule` would move the learning rate."""
-    given = f"lr_scheduler_type={str(getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type))!r}"
-    if optimizers is not None and optimizers[1] is not None:
-        given = f"optimizers=(..., {type(optimizers[1]).__name__})"
-    elif given == "lr_scheduler_type='constant'":
-        return
-    raise ValueError(
-        f"{given} and lr_schedule would both set the learning rate. Use lr_scheduler_type='constant' and no scheduler "
-        "in optimizers; the schedule has a warmup of its own. Or leave lr_schedule out."
-    )
-
-
-def refuse_micro_batches(args: GRPOConfig) -> None:
-    """Raises ValueError where a step has no two micro-batches of whole prompt groups to measure gradient noise on."""
-    if args.fp16:
-        raise ValueError("measure_gradient_noise=True reads gradients, which fp16=True scales. Use bf16=True.")
-    forward, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    refuse_broken_groups(
-        Batches(forward * accumulation, forward, accumulation),
-        args.num_generations,
-        args.world_size,
-        fix="Set per_device_train_batch_size to a multiple of num_generations and gradient_accumulation_steps to 2 or "
-        "more.",
     )
