@@ -246,7 +246,7 @@ def rows_of(name: str, gpu: bool) -> list[dict]:
     """Measures a case in a process of its own and returns a row for each part of the step."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     if gpu:
-        from experiments.running.hardware import visible_gpus
+        from experiments.running.devices import visible_gpus
 
         environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[0]  # with several, torch would split the batches
     command = [sys.executable, __file__, "--child", name, *(["--gpu"] if gpu else [])]
@@ -275,7 +275,7 @@ def main() -> None:
         return
     names = list(cases)
     if arguments.gpu:
-        from experiments.running.hardware import gpu_memory
+        from experiments.running.devices import gpu_memory
 
         memory = gpu_memory()
         if memory is None:

@@ -21,7 +21,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.checks import check, check_parallel_and_sampler
+from experiments.checks import check
+from experiments.checks.trainer import check_parallel_and_sampler
 from experiments.planning.costs import Card, Rates, Run
 from experiments.planning.fit import ASSUMPTIONS, processes_of, step_of
 from experiments.planning.step import Step

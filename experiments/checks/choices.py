@@ -6,8 +6,8 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.checks.values import typed
 from experiments.running.command_line import CONF, near_miss
+from experiments.running.grpo_options import typed
 from otb.errors import RunError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments.checks.values import typed
 from experiments.running.command_line import near_miss
 from experiments.running.fields import plain_types
+from experiments.running.grpo_options import typed
 from otb.errors import RunError
 from otb.values import literal_choices
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.evaluation.folder import EvaluationFolder, samples_together
-from experiments.running.build import uses_tools
 from experiments.running.identity import kept_keys, of_sandbox, weights_digest
 from otb.records import RunDirectory
+from otb.sandbox import Sandbox
+from otb.tasks import Task
 
 OF_A_SAMPLE = ("name", "tensor_parallel")  # keys of `rollouts_by` on which a sample depends
 OF_TRAINING = ("learning_rate", "rollouts_per_forward", "lora")  # keys of `model` on which none depends
@@ -36,11 +37,14 @@ class Plan:
     """What a command evaluates.
 
     cfg: the command's configuration. configurations: task name -> the configuration with this task, and with model and
-    sampling of the run where there is one. recorded: the run's own configuration. run: whose checkpoints are evaluated.
+    sampling of the run where there is one. tasks: built from them. sandbox: of the tasks with tools, where there is
+    one. run: whose checkpoints are evaluated. recorded: the run's own configuration.
     """
 
     cfg: DictConfig
     configurations: dict[str, DictConfig]
+    tasks: dict[str, Task]
+    sandbox: Sandbox | None = None
     run: RunDirectory | None = None
     recorded: DictConfig | None = None
 
@@ -86,11 +90,11 @@ class Plan:
     def folder_of_all(self, task: str) -> Path:
         """Returns evaluations_dir/TASK/POLICY-DIGEST; the digest is of everything that a sample depends on."""
         name = re.sub(r"[^\w=.,+-]+", "_", self.name)[:100].strip("_")
-        identity = self.identity(self.configurations[task])
-        return Path(self.cfg.evaluations_dir).expanduser() / task / f"{name}-{digest(identity)}"
+        return Path(self.cfg.evaluations_dir).expanduser() / task / f"{name}-{digest(self.identity(task))}"
 
-    def identity(self, cfg: DictConfig) -> dict:
-        """Returns everything that the samples of an evaluation depend on; k is not among it."""
+    def identity(self, task: str) -> dict:
+        """Returns everything that the samples of a task depend on, but not k."""
+        cfg = self.configurations[task]
         config = OmegaConf.to_container(cfg, resolve=True)
         config |= {group: kept_keys(config, group) for group in ("task", "model")}
         kept = {key: config[key] for key in ("task", "temperature", "seed", "rollouts_per_batch")}
@@ -98,7 +102,7 @@ class Plan:
         kept["trainer"] = {key: value for key, value in config["trainer"].items() if key != "use_cpu"}
         kept["rollouts_by"] = {key: value for key, value in config["rollouts_by"].items() if key in OF_A_SAMPLE}
         kept["model"] = {key: value for key, value in config["model"].items() if key not in OF_TRAINING}
-        if uses_tools(cfg):
+        if self.tasks[task].environment is not None:
             kept["sandbox"] = of_sandbox(config)
         return kept | self.weights
 
@@ -120,11 +124,6 @@ class Plan:
         """Tells whether a sample is missing."""
         pairs = ((task, checkpoint) for checkpoint in self.checkpoints() for task in self.configurations)
         return not all(self.folder(*pair).has(self.cfg.k) for pair in pairs)
-
-    def with_tools(self) -> DictConfig:
-        """Returns the configuration by which the sandbox is opened: of a task with tools, where there is one."""
-        configurations = list(self.configurations.values())
-        return next((cfg for cfg in configurations if uses_tools(cfg)), configurations[0])
 
 
 def digest(facts) -> str:

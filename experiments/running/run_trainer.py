@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 from experiments.running import trackers
 from experiments.running.data import told_by_the_first
 from experiments.running.evaluating_trainer import EvaluatingTrainer, Samples
+from experiments.running.grpo_options import RunOptions
 from experiments.running.held_out import HeldOut
 from experiments.running.prompt_sampler import PromptSampler
 from experiments.running.rollout_rows import rollout_rows, write_parquet
@@ -99,6 +100,8 @@ class RunTrainer(EvaluatingTrainer):
         RunError: a file cannot be written, the lock was lost, or a loss or gradient is not finite.
         Interrupted: a warning signal came, and the checkpoint is written.
     """
+
+    words = RunOptions
 
     def __init__(
         self,

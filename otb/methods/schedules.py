@@ -25,7 +25,9 @@ RULES = {
     "fixed_period": Rule("a whole number >= 1, or null", lambda value: value >= 1, 100, whole=True, optional=True),
 }
 
-OF_THE_SCHEDULE = {  # options that move the learning rate -> values that leave it alone, what to add to such a value
+OF_THE_SCHEDULE: dict[
+    str, tuple[tuple, str]
+] = {  # options that move the learning rate -> values that leave it alone, what to add to such a value
     "lr_scheduler_type": (("constant",), ""),
     "lr_scheduler_kwargs": ((None, {}), ""),
     "warmup_steps": ((0,), " and {}.warmup"),

@@ -239,10 +239,17 @@ class Batches(NamedTuple):
     accumulation: int
 
 
-def batches(prompts_per_step: int, group_size: int, processes: int, rollouts_per_forward: int | None) -> Batches:
+def batches(
+    prompts_per_step: int,
+    group_size: int,
+    processes: int,
+    rollouts_per_forward: int | None,
+    of: str = "rollouts of a process",
+) -> Batches:
     """Divides the rollouts of a step over processes and forwards.
 
-    rollouts_per_forward: None, or more than a process has, means all of its rollouts at once.
+    rollouts_per_forward: None, or more than a process has, means all of its rollouts at once. of: what they are, for
+    the message.
 
     Raises:
         ValueError: a division leaves a rest. The text names the keys of a run (conf/config.yaml).
@@ -261,8 +268,7 @@ def batches(prompts_per_step: int, group_size: int, processes: int, rollouts_per
         most = forward if type(forward) is int else 1
         fit = max((d for d in range(1, local + 1) if local % d == 0 and d <= most), default=1)
         raise ValueError(
-            f"model.rollouts_per_forward={forward} must divide the {local} rollouts of a process. "
-            f"Try model.rollouts_per_forward={fit}."
+            f"model.rollouts_per_forward={forward} must divide the {local} {of}. Try model.rollouts_per_forward={fit}."
         )
     forward = min(forward, local)
     return Batches(local, forward, local // forward)

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from analysis.evaluations import measures, read_samples
 from experiments.evaluation.command import check_files, plan
 from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
-from experiments.running.build import uses_tools
 from otb.errors import RunError
 from otb.files import sha256_of
 from otb.records import RunDirectory
@@ -442,9 +441,9 @@ def planned(*overrides: str, processes: int = 1):
 
 def test_any_maths_set_is_evaluated_with_python_by_its_number_of_turns():
     plain, tools = planned("tasks=[aime24,amc23]"), planned("tasks=[aime24,amc23]", "++task.max_turns=3")
-    assert [uses_tools(cfg) for cfg in plain.configurations.values()] == [False, False]
+    assert [task.environment for task in plain.tasks.values()] == [None, None] and plain.sandbox is None
     assert [cfg.task.max_turns for cfg in tools.configurations.values()] == [3, 3]
-    assert uses_tools(tools.with_tools()) and "sandbox" in tools.identity(tools.with_tools())
+    assert tools.sandbox is not None and "sandbox" in tools.identity("amc23")
     assert tools.folder_of_all("aime24") != plain.folder_of_all("aime24")
 
 
@@ -464,8 +463,8 @@ def test_a_run_with_python_is_evaluated_with_python_and_its_own_limits(tmp_path)
 
 
 def test_one_vllm_serves_sets_with_python_or_without(monkeypatch):
-    monkeypatch.setattr("experiments.running.hardware.importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("experiments.running.hardware.visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("experiments.running.devices.visible_gpus", lambda: ["0"])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for tasks in ("[gsm8k_tools,math_lvl3to5_tools]", "[aime24,amc23]"):
         planned(f"tasks={tasks}", "rollouts_by=vllm")
@@ -474,8 +473,8 @@ def test_one_vllm_serves_sets_with_python_or_without(monkeypatch):
 
 
 def test_a_set_with_python_is_refused_on_a_server_wherever_it_stands_among_the_tasks(monkeypatch):
-    monkeypatch.setattr("experiments.running.hardware.importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("experiments.running.hardware.visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("experiments.running.devices.visible_gpus", lambda: ["0"])
     monkeypatch.setattr("experiments.evaluation.command.wait_for_server", lambda cfg: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     asked = ["tasks=[gsm8k,gsm8k_tools]", "rollouts_by=vllm_server"]

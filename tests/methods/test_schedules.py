@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from experiments.checks import check
-from experiments.running.build import methods
-from experiments.running.hardware import grpo_options
+from experiments.checks.methods import checked_methods
+from experiments.running.grpo_options import machine_options
 from experiments.running.identity import difference
 from otb import OTBTrainer
 from otb.baselines.otb import otb
@@ -126,7 +126,7 @@ REFUSED = {  # overrides beside schedule=length_triggered -> what the message sa
     "schedule.ratio=0.5": ("schedule.ratio=0.5", "must be a number > 1"),
     "schedule.anchor=end": ("schedule.anchor=end", "not one of start, surge"),
     "schedule.warmup=2.5": ("schedule.warmup=2.5", "must be a whole number"),
-    "trainer.lr_scheduler_type=cosine": ("lr_scheduler_type=cosine", "would both set", "or schedule=constant"),
+    "trainer.lr_scheduler_type=cosine": ("trainer.lr_scheduler_type=cosine", "would both set", "or schedule=constant"),
     "++trainer.warmup_steps=5": ("trainer.warmup_steps=5", "would both set", "and schedule.warmup"),
     "++schedule.ration=2": ("schedule.ration is no argument", "Did you mean ratio?"),
     "schedule.ratio=64": ("schedule.ratio=64", "task.max_completion_length=64", "Use a smaller schedule.ratio"),
@@ -149,14 +149,14 @@ def test_what_goes_with_the_schedule_is_taken():
     check(composed("schedule=length_triggered"))
     check(composed("schedule=length_triggered", "schedule.ratio=64", "schedule.fixed_period=20"))
     check(composed("trainer.lr_scheduler_type=cosine"))  # with schedule=constant it is the trainer's
-    (built,) = methods(composed("schedule=length_triggered", "schedule.ratio=2")).values()
+    (built,) = checked_methods(composed("schedule=length_triggered", "schedule.ratio=2")).values()
     assert (built.ratio, built.period_factor, built.anchor) == (2, 1.8, "start")
 
 
 def test_off_the_trainer_is_built_of_the_arguments_that_it_was_built_of_before():
     """Bit-identity: nothing of the new groups reaches the trainer, and older run directories are the same runs."""
     cfg = composed()
-    assert methods(cfg) == {} and "sampler_dtype" not in grpo_options(cfg)
+    assert checked_methods(cfg) == {} and "sampler_dtype" not in machine_options(cfg)
     new = {"schedule": {"_target_": None}, "rollouts_by": {"name": "hf"}, "seed": 0}
     assert difference({"seed": 0}, new) == []
     assert difference(new, new | {"schedule": {"_target_": "otb.methods.schedules.LengthTriggeredDecay"}}) != []

@@ -294,7 +294,7 @@ def test_models_and_options_that_do_not_fit_are_refused_by_the_trainer(tmp_path,
 
     with pytest.raises(ValueError, match="an adapter of LoRA beside an auxiliary head"):
         build(peft_config=SimpleNamespace(r=4))
-    with pytest.raises(ValueError, match="Leave out improvement=, or auxiliary="):
+    with pytest.raises(ValueError, match="Use improvement=None, or auxiliary=None"):
         build(improvement=PolicyImprovement("pipo"))
     untrained.config.model_type = "gpt2"
     with pytest.raises(ValueError, match="model_type=gpt2: an auxiliary head is one more layer"):

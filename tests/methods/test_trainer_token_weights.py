@@ -306,10 +306,10 @@ def test_tool_tokens_have_neither_weight_nor_share(monkeypatch, tmp_path, untrai
 
 def test_a_comparison_with_the_base_is_refused_before_the_model_loads(tmp_path):
     for signal in ("arca", "divergence"):
-        with pytest.raises(ValueError, match=f"token_weights={signal} compares .* there is no adapter"):
+        with pytest.raises(ValueError, match=f"token_weights='{signal}' compares .* there is no adapter"):
             OTBTrainer("no/such-model", byte_reward, config(tmp_path), dataset(), token_weights=TokenWeights(signal))
     biased = LoraConfig(target_modules="all-linear", bias="lora_only")
-    with pytest.raises(ValueError, match="lora.bias=lora_only trains biases of the base"):
+    with pytest.raises(ValueError, match="peft_config.bias='lora_only' trains biases of the base"):
         OTBTrainer("no/such-model", peft_config=biased, token_weights=TokenWeights("arca"))
 
 

@@ -1,0 +1,230 @@
+"""From the keys of a run to options of trl.GRPOConfig, and back: what a refusal calls an option on the command line.
+
+The checks ask before a model loads, train.py builds the trainer from the same options, and so does the evaluation.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from experiments.planning.fit import vllm_gpus, vllm_share
+from experiments.planning.step import SAMPLES_HERE
+from experiments.running import devices
+from experiments.running.build import Run
+from otb.refusals import NOW, Options
+
+# GRPOConfig keys that follow from the run's own keys, and what to set instead.
+DERIVED = {
+    "num_generations": "group_size",
+    "per_device_train_batch_size": "model.rollouts_per_forward",
+    "gradient_accumulation_steps": "model.rollouts_per_forward",
+    "generation_batch_size": "prompts_per_step",
+    "steps_per_generation": "prompts_per_step",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "seed": "seed",
+    "learning_rate": "learning_rate",
+    "temperature": "temperature",
+    "max_completion_length": "task.max_completion_length",
+    "max_tool_calling_iterations": "task.max_turns",
+    "output_dir": "runs_dir",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "fsdp": "parallel",
+    "fsdp_config": "parallel",
+    "deepspeed": "parallel",
+    "use_vllm": "rollouts_by",
+    "vllm_mode": "rollouts_by",
+    "vllm_tensor_parallel_size": "rollouts_by.tensor_parallel",
+    "vllm_gpu_memory_utilization": "rollouts_by.memory_share",
+    "vllm_enable_sleep_mode": "rollouts_by.sleep",
+    "vllm_max_model_length": "task.max_completion_length",
+    "vllm_server_base_url": "rollouts_by.url",
+    "vllm_server_host": "rollouts_by.url",
+    "vllm_server_port": "rollouts_by.url",
+    "vllm_server_timeout": "rollouts_by.timeout_s",
+    "model_init_kwargs": "nothing: TRL ignores it for a model that is loaded already; see model.*",
+    "ignore_data_skip": "nothing: a resumed run continues where it stopped",
+    "resume_from_checkpoint": "nothing: the same command resumes",
+    "max_prompt_length": "max_prompt_length",
+    "logging_nan_inf_filter": "nothing: a loss that is not finite stops the run",
+    "save_only_model": "nothing: the last checkpoint must be one to resume from",
+    "scale_rewards": "baseline",
+    "save_steps": "checkpoint_every",
+    "save_strategy": "checkpoint_every",
+    "eval_steps": "evaluation.every",
+    "eval_strategy": "evaluation.every",
+    "eval_on_start": "nothing: every run is evaluated before its first step",
+    "per_device_eval_batch_size": "model.rollouts_per_forward",
+    "shuffle_dataset": "nothing: the order of the prompts follows from seed and epoch",
+    "data_seed": "seed",
+    "logging_steps": "nothing: every step is recorded",
+    "logging_strategy": "nothing: every step is recorded",
+    "num_generations_eval": "evaluation.samples",
+    "train_sampling_strategy": "nothing: the order of the prompts follows from seed and epoch",
+    "length_column_name": "nothing: the order of the prompts follows from seed and epoch",
+    "label_smoothing_factor": "nothing: the loss of a policy has no labels",
+    "trust_remote_code": "nothing: a model is loaded without code of its own",
+    "save_total_limit": "nothing: the last checkpoint and the best are kept",
+    "auto_find_batch_size": "model.rollouts_per_forward",
+    "sync_ref_model": "nothing: a moving reference model is not in the checkpoints, so no run could be resumed",
+}
+# Options of OTBConfig, and arguments of OTBTrainer, that a run has under a key of its own.
+OWN_KEYS = {
+    **{
+        name: name
+        for name in ("log_energy", "measure_gradient_noise", "lean_steps", "geometric_ratio_band", "baseline")
+        + ("token_weights", "improvement", "auxiliary")
+    },
+    "rows_per_generation": "rollouts_by.rows",
+    "sampler_dtype": "rollouts_by",
+    "lr_schedule": "schedule",
+    "peft_config": "model.lora",
+    "sharded": "parallel",
+}
+
+
+def typed(value: Any) -> str:
+    """Returns a value as it is typed on the command line."""
+    if isinstance(value, list | tuple):
+        return f"'[{','.join(map(typed, value))}]'"
+    if isinstance(value, dict):
+        return f"'{{{','.join(f'{key}:{typed(of)}' for key, of in value.items())}}}'"
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+class RunOptions(Options):
+    """Options in the words of a run's command line."""
+
+    SAID = {
+        ("sharded", True): "parallel=fsdp2 (or zero3)",
+        ("sharded", False): "parallel=ddp",
+        ("use_vllm", True): "rollouts_by=vllm",
+        ("use_vllm", False): "rollouts_by=hf",
+        ("sampler_dtype", None): "rollouts_by=hf",
+        ("sampler_dtype", "bfloat16"): "rollouts_by=hf_bfloat16",
+        ("bf16", True): "model.dtype=bfloat16",
+        ("bf16", False): "model.dtype=float32",
+        ("lr_schedule", None): "schedule=constant",
+        ("token_weights", None): "token_weights=none",
+        ("improvement", None): "improvement=none",
+        ("auxiliary", None): "auxiliary=none",
+        ("peft_config", "LoraConfig(...)"): "model.lora.r=16",
+    }
+
+    def key(self, name: str) -> str:
+        option, dot, below = name.partition(".")
+        key = OWN_KEYS.get(option) or DERIVED.get(option, f"trainer.{option}")
+        return f"{key}{dot}{below}"
+
+    def says(self, name: str, value: Any = NOW) -> str:
+        if name == "use_vllm" and value is NOW and self.vllm_mode == "server":
+            return "rollouts_by=vllm_server"
+        return super().says(name, value)
+
+    def written(self, value: Any) -> str:
+        return typed(getattr(value, "mode", value))
+
+    def batch(self, forward: int, accumulation: int) -> str:
+        local = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        if forward * accumulation > local:
+            return f"prompts_per_step={4 * self.world_size}"
+        return f"model.rollouts_per_forward={forward}"
+
+
+def asked_by(run: Run) -> RunOptions:
+    """Returns the options of a run as refusals read them."""
+    cfg, lora = run.cfg, OmegaConf.to_container(run.cfg.model, resolve=True).get("lora")
+    return RunOptions(
+        **{
+            **OmegaConf.to_container(cfg.trainer, resolve=True),
+            **derived_options(run),
+            **sampler_options(cfg),
+            **run.methods,
+            "baseline": run.baseline,
+            "peft_config": lora,
+            "sharded": False if cfg.parallel.name == "ddp" else cfg.parallel.name,
+            "world_size": run.processes,
+        }
+    )
+
+
+def derived_options(run: Run) -> dict[str, Any]:
+    """Returns the options of GRPOConfig that follow from the run's keys; `trainer.*` may not set them."""
+    cfg, step, task = run.cfg, run.step, run.task
+    band = cfg.geometric_ratio_band
+    return {
+        "num_generations": cfg.group_size,
+        "per_device_train_batch_size": step.forward,
+        # independent of the group size, so that every arm of a comparison draws the same held-out samples
+        "per_device_eval_batch_size": max(cfg.evaluation.samples, cfg.model.rollouts_per_forward or 128),
+        "gradient_accumulation_steps": step.accumulation,
+        "steps_per_generation": step.accumulation,
+        "max_steps": cfg.steps,
+        "seed": cfg.seed,
+        "learning_rate": cfg.learning_rate,
+        "temperature": cfg.temperature,
+        "log_energy": cfg.log_energy,
+        "lean_steps": cfg.lean_steps,
+        "measure_gradient_noise": cfg.measure_gradient_noise,
+        "rows_per_generation": cfg.rollouts_by.get("rows"),
+        "geometric_ratio_band": tuple(band) if isinstance(band, ListConfig) else band,
+        "max_completion_length": task.max_completion_length,
+        # the last turn can only answer
+        "max_tool_calling_iterations": None if task.environment is None else task.max_turns - 1,
+        "bf16": cfg.model.dtype == "bfloat16",
+        "fp16": False,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+    }
+
+
+def sampler_options(cfg: DictConfig) -> dict[str, Any]:
+    """Returns the options of GRPOConfig that say what samples: they follow from `rollouts_by` alone."""
+    node = cfg.rollouts_by
+    if node.name == "hf":
+        return {}
+    if node.name == "hf_bfloat16":
+        return {"sampler_dtype": "bfloat16"}
+    if node.name == "vllm":
+        return {"use_vllm": True, "vllm_mode": "colocate"}
+    return {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": node.url,
+        "vllm_server_timeout": float(node.timeout_s),
+    }
+
+
+def machine_options(cfg: DictConfig) -> dict[str, Any]:
+    """Returns the options of GRPOConfig that follow from `parallel`, `rollouts_by` and the GPUs of this machine."""
+    options = OmegaConf.to_container(cfg.parallel.trainer, resolve=True) | sampler_options(cfg)
+    if cfg.rollouts_by.name != "vllm":
+        return options
+    machine = devices.gpu_memory(), int(os.environ.get("WORLD_SIZE", 1))
+    return options | {
+        "vllm_tensor_parallel_size": vllm_gpus(cfg, *machine),
+        "vllm_gpu_memory_utilization": vllm_share(cfg, *machine),
+        "vllm_enable_sleep_mode": cfg.rollouts_by.sleep and bool(devices.visible_gpus()),  # vLLM has no sleep on a CPU
+    }
+
+
+def sampling_limits(cfg: DictConfig, longest_prompt: int, stop_token_ids: list[int]) -> dict[str, Any]:
+    """Returns the options of GRPOConfig that tell vLLM what rows and tokenizer need; none where it does not sample.
+
+    longest_prompt: tokens of the longest prompt of the run. stop_token_ids: the tokens that end a rollout; vLLM knows
+    only those of the model's own files.
+    """
+    if cfg.rollouts_by.name in SAMPLES_HERE:
+        return {}
+    generation = OmegaConf.to_container(cfg.trainer, resolve=True).get("generation_kwargs") or {}
+    limits: dict[str, Any] = {"generation_kwargs": {"stop_token_ids": stop_token_ids} | generation}
+    if cfg.rollouts_by.name == "vllm":  # else it would be the model's whole context, whose cache does not fit
+        limits["vllm_max_model_length"] = longest_prompt + cfg.task.max_completion_length
+    return limits
