@@ -6,10 +6,19 @@ experiments/running/grpo_options.py knows. `refuse` of otb/training/options.py a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 NOW = object()  # the value that the option has
+
+
+class Taken(NamedTuple):
+    """The values of an option that something works with, of which the first is to be used, and why not others."""
+
+    option: str
+    values: tuple
+    rule: str
 
 
 class Code(str):
@@ -73,6 +82,13 @@ class Options:
         """
         use = ", or ".join(fix if isinstance(fix, str) else self.says(*fix) for fix in fixes)
         return ValueError(f"{self.says(name, value)}{'' if rule[0] == ':' else ' '}{rule}. Use {use}.")
+
+    def refuse_others(self, table: Iterable[Taken], *instead: tuple[str, Any] | str) -> None:
+        """Raises ValueError for an option whose value is set and not taken. instead: of what does not work with it."""
+        for option, values, rule in table:
+            if (value := getattr(self, option)) is not None and value not in values:
+                others = f" (or {', '.join(map(str, values[1:]))})" if values[1:] else ""
+                raise self.refusal(option, rule, self.says(option, values[0]) + others, *instead)
 
     def refuse_sharding(self, reader: str, *instead: tuple[str, Any] | str) -> None:
         """Raises ValueError where FSDP or DeepSpeed divides what `reader` needs. instead: of what needs it."""

@@ -192,26 +192,22 @@ def sampler_options(cfg: DictConfig) -> dict[str, Any]:
         return {}
     if node.name == "hf_bfloat16":
         return {"sampler_dtype": "bfloat16"}
-    if node.name == "vllm":
-        return {"use_vllm": True, "vllm_mode": "colocate"}
-    return {
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_server_base_url": node.url,
-        "vllm_server_timeout": float(node.timeout_s),
-    }
+    return {"use_vllm": True, "vllm_mode": "colocate" if node.name == "vllm" else "server"}
 
 
 def machine_options(cfg: DictConfig) -> dict[str, Any]:
     """Returns the options of GRPOConfig that follow from `parallel`, `rollouts_by` and the GPUs of this machine."""
     options = OmegaConf.to_container(cfg.parallel.trainer, resolve=True) | sampler_options(cfg)
-    if cfg.rollouts_by.name != "vllm":
+    node = cfg.rollouts_by
+    if node.name == "vllm_server":
+        return options | {"vllm_server_base_url": node.url, "vllm_server_timeout": float(node.timeout_s)}
+    if node.name != "vllm":
         return options
     machine = devices.gpu_memory(), int(os.environ.get("WORLD_SIZE", 1))
     return options | {
         "vllm_tensor_parallel_size": vllm_gpus(cfg, *machine),
         "vllm_gpu_memory_utilization": vllm_share(cfg, *machine),
-        "vllm_enable_sleep_mode": cfg.rollouts_by.sleep and bool(devices.visible_gpus()),  # vLLM has no sleep on a CPU
+        "vllm_enable_sleep_mode": node.sleep and bool(devices.visible_gpus()),  # vLLM has no sleep on a CPU
     }
 
 

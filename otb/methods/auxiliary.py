@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-from otb.refusals import Code, Options
+from otb.refusals import Code, Options, Taken
 from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 MODES = ("detach", "ce", "policy", "occ", "occ_as_code")
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "mimo")  # model_type of what heads have been tested for
 LOSS_TYPES = ("dr_grpo", "dapo", "grpo", "bnpo")  # which clip the ratio token by token
-# Options of the policy's loss that change single tokens of it -> the value at which they do nothing.
-LEFT_ALONE = {
-    "importance_sampling_level": "token",
-    "off_policy_mask_threshold": None,
-    "top_entropy_quantile": 1.0,
-    "delta": None,
-}
+ONE_LOSS = "changes tokens of the policy's loss, and not of its head's"
+WITH_POLICY_LOSS = (
+    Taken("loss_type", LOSS_TYPES, "does not clip the ratio token by token, as the head's policy loss does"),
+    Taken("importance_sampling_level", ("token",), ONE_LOSS),
+    Taken("off_policy_mask_threshold", (None,), ONE_LOSS),
+    Taken("top_entropy_quantile", (1.0,), ONE_LOSS),
+    Taken("delta", (None,), ONE_LOSS),
+)
 NEVER = ("use_liger_kernel", "cast_lm_head_to_fp32", "fp16", "torch_compile")  # untested beside a head
+PLAIN_MODULES = "beside an auxiliary head: it reads hidden states and the LM head's weight from plain torch modules"
 RULES = {
     "weight": Rule("above 0", is_positive, 0.1),
     "lambda_plus": Rule("above 0", is_positive, 1),
@@ -84,57 +86,31 @@ class MultiTokenPrediction:
 
     def refuse(self, options: Options) -> None:
         """Raises ValueError for options that a head cannot work with, or has not been tested with."""
-        off = ("auxiliary", None)
-        if options.improvement is not None:
-            raise options.refusal(
-                "improvement",
-                "trains on the last batch once more, and what an auxiliary head's changes would be measured against "
-                "there has not been worked out",
-                ("improvement", None),
-                off,
-            )
+        off, with_loss = ("auxiliary", None), ("auxiliary.mode", "ce")
         options.refuse_sharding("an auxiliary head reads whole weights", off)
-        for option in NEVER:
-            if getattr(options, option):
-                rule = (
-                    "beside an auxiliary head: the head reads hidden states and the LM head's weight as plain torch "
-                    "modules have them"
-                )
-                raise options.refusal(option, rule, (option, False), off)
-        if options.peft_config:
-            raise options.refusal(
-                "peft_config",
-                "is an adapter of LoRA beside an auxiliary head: the head is trained whole, and whether its loss "
-                "should reach an adapter has not been tested",
-                f"no {options.key('peft_config')}",
-                off,
+        if options.improvement is not None:
+            rule = (
+                "trains on a batch once more, and what a head would be measured against there has not been worked out"
             )
+            raise options.refusal("improvement", rule, ("improvement", None), off)
+        options.refuse_others((Taken(option, (False,), PLAIN_MODULES) for option in NEVER), off)
+        if options.peft_config:
+            rule = (
+                "is an adapter of LoRA beside an auxiliary head; whether its loss should reach one has not been tested"
+            )
+            raise options.refusal("peft_config", rule, f"no {options.key('peft_config')}", off)
         if options.optimizers is not None and options.optimizers[0] is not None:
             given = Code(f"({type(options.optimizers[0]).__name__}, ...)")
             rule = "does not know the head's parameters, which the trainer's own optimizer gets"
             raise options.refusal("optimizers", rule, "no optimizers", off, value=given)
-        if self.mode not in ("detach", "ce"):
-            self._refuse_beside_its_policy_loss(options)
-
-    def _refuse_beside_its_policy_loss(self, options: Options) -> None:
-        plain = ("auxiliary.mode", "ce")
-        if options.loss_type not in (None, *LOSS_TYPES):
-            rule = f": the head's policy loss clips the ratio token by token, as {', '.join(LOSS_TYPES)} do"
-            raise options.refusal("loss_type", rule, "one of these", plain)
-        for option, neutral in LEFT_ALONE.items():
-            if getattr(options, option) not in (neutral, None):
-                rule = "changes tokens of the policy's loss, and not of its head's"
-                raise options.refusal(option, rule, (option, neutral), plain)
+        if self.mode in ("detach", "ce"):
+            return
+        options.refuse_others(WITH_POLICY_LOSS, with_loss)
         accumulated, iterations = options.gradient_accumulation_steps or 1, options.num_iterations or 1
         if self.has_lambda and (options.steps_per_generation or accumulated) * iterations <= accumulated:
-            raise options.refusal(
-                "num_iterations",
-                f"makes one update per batch, and mode={self.mode} measures what updates of a batch have changed: "
-                "lambda would be 0 throughout, a run with detach",
-                ("num_iterations", 2),
-                ("auxiliary.mode", "policy"),
-                value=iterations,
-            )
+            rule = f"makes one update per batch, and mode={self.mode} measures what earlier updates of it have changed"
+            fixes = ("num_iterations", 2), ("auxiliary.mode", "policy")
+            raise options.refusal("num_iterations", rule, *fixes, value=iterations)
 
 
 def refuse_architecture(model_type: str) -> None:

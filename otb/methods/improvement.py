@@ -13,7 +13,7 @@ import random
 import statistics
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from otb.refusals import Options
+from otb.refusals import Options, Taken
 from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 if TYPE_CHECKING:
@@ -27,7 +27,15 @@ RULES = {
     "cap": Rule("a positive number, or null for none", is_positive, 3, optional=True),
 }
 
+UNTRIED = "has not been tried with improvement updates, which change the weights between the rollouts and their update"
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # of TRL's, those of the clipped ratio
+WORKS_WITH = (
+    Taken("num_iterations", (1,), "makes several updates on a batch; the improvement update weighs one update"),
+    Taken("loss_type", CLIPPED_LOSSES, "has no clipped ratio to hold the improvement update near the policy before"),
+    Taken("off_policy_mask_threshold", (None,), "keeps or drops rollouts by the sign of an advantage, which may turn"),
+    Taken("use_vllm", (False,), UNTRIED),
+    Taken("fp16", (False,), UNTRIED),
+)
 
 
 class Reading(NamedTuple):
@@ -89,31 +97,12 @@ class PolicyImprovement:
 
     def refuse(self, options: Options) -> None:
         """Raises ValueError for options beside which an improvement update could not be what it says."""
-        off = ("improvement", None)
-        if (options.num_iterations or 1) != 1:
-            rule = "makes several updates on a batch, and the improvement update weighs one by the batch after it"
-            raise options.refusal("num_iterations", rule, ("num_iterations", 1), off)
-        accumulation = options.gradient_accumulation_steps
-        if options.steps_per_generation != accumulation:
-            rule = (
-                f"beside {options.says('gradient_accumulation_steps')}: the improvement update weighs one optimizer "
-                "step for each batch of rollouts"
-            )
-            raise options.refusal("steps_per_generation", rule, ("steps_per_generation", accumulation), off)
-        if options.loss_type not in (None, *CLIPPED_LOSSES):
-            rule = "has no clipped ratio, which holds the improvement update near the policy that sampled its batch"
-            raise options.refusal("loss_type", rule, f"one of {', '.join(CLIPPED_LOSSES)}", off)
-        if options.off_policy_mask_threshold is not None:
-            rule = "keeps or drops rollouts by the sign of their advantage, which the improvement update may turn"
-            raise options.refusal("off_policy_mask_threshold", rule, ("off_policy_mask_threshold", None), off)
+        off, accumulation = ("improvement", None), options.gradient_accumulation_steps
         options.refuse_sharding("an improvement update has only been tried with whole ones", off)
-        for option in ("use_vllm", "fp16"):
-            if getattr(options, option):
-                rule = (
-                    "has not been tried with improvement updates: they change the weights between the rollouts and "
-                    "their own update"
-                )
-                raise options.refusal(option, rule, (option, False), off)
+        options.refuse_others(WORKS_WITH, off)
+        if options.steps_per_generation != accumulation:
+            rule = f"beside {options.says('gradient_accumulation_steps')}: the update weighs one step for each batch"
+            raise options.refusal("steps_per_generation", rule, ("steps_per_generation", accumulation), off)
 
     @property
     def steps_before(self) -> int:

@@ -12,7 +12,7 @@ import warnings
 from typing import Literal
 
 from otb.methods import Method, Step
-from otb.refusals import Code, Options
+from otb.refusals import Code, Options, Taken
 from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 RULES = {
@@ -25,13 +25,11 @@ RULES = {
     "fixed_period": Rule("a whole number >= 1, or null", lambda value: value >= 1, 100, whole=True, optional=True),
 }
 
-OF_THE_SCHEDULE: dict[
-    str, tuple[tuple, str]
-] = {  # options that move the learning rate -> values that leave it alone, what to add to such a value
-    "lr_scheduler_type": (("constant",), ""),
-    "lr_scheduler_kwargs": ((None, {}), ""),
-    "warmup_steps": ((0,), " and {}.warmup"),
-    "warmup_ratio": ((None, 0), " and {}.warmup"),
+LEAVE_THE_RATE = {  # options that move the learning rate -> values that do not
+    "lr_scheduler_type": ("constant",),
+    "lr_scheduler_kwargs": (None, {}),
+    "warmup_steps": (0,),
+    "warmup_ratio": (None, 0),
 }
 
 
@@ -83,14 +81,12 @@ class LengthTriggeredDecay:
 
     def refuse(self, options: Options) -> None:
         """Raises ValueError where something else would move the learning rate, too."""
-        rule, off = f"and {options.key('lr_schedule')} would both set the learning rate", ("lr_schedule", None)
+        own = options.key("lr_schedule")
+        rule, off = f"and {own} would both set the learning rate; {own}.warmup is its own", ("lr_schedule", None)
         if options.optimizers is not None and options.optimizers[1] is not None:
             given = Code(f"(..., {type(options.optimizers[1]).__name__})")
             raise options.refusal("optimizers", rule, "no scheduler in optimizers", off, value=given)
-        for option, (neutral, further) in OF_THE_SCHEDULE.items():
-            if getattr(options, option) not in (None, *neutral):
-                fix = f"{options.says(option, neutral[0])}{further.format(options.key('lr_schedule'))}"
-                raise options.refusal(option, rule, fix, off)
+        options.refuse_others((Taken(option, values, rule) for option, values in LEAVE_THE_RATE.items()), off)
 
     def observe(self, step: int, mean_length: float) -> None:
         """Takes the mean length of the responses of a batch, in own tokens, over all processes of the run.

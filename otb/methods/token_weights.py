@@ -99,29 +99,25 @@ class TokenWeights:
         options.peft_config: a peft configuration, or a mapping of its fields.
         """
         lora, what = options.peft_config, options.says("token_weights", self.signal)
+        adapter = ("peft_config", Code("LoraConfig(...)"))
         if not self.reads_base:
             return
         if not lora:
-            raise ValueError(
-                f"{what} compares the policy with its base, the same weights with the adapter of LoRA disabled, and "
-                f"there is no adapter. Use {options.says('peft_config', Code('LoraConfig(...)'))}, or "
-                f"{options.says('token_weights', 'surprisal')}."
+            rule = (
+                "compares the policy with its base, the weights with LoRA's adapter disabled, and there is no adapter"
             )
+            raise options.refusal("token_weights", rule, adapter, ("token_weights", "surprisal"), value=self.signal)
         fields = lora if isinstance(lora, dict) else vars(lora)
         if (bias := fields.get("bias", "none")) != "none":
             rule = f"trains biases of the base itself, which {what} takes for what the adapter has not moved"
             raise options.refusal("peft_config.bias", rule, ("peft_config.bias", "none"), value=bias)
         if str(start := fields.get("init_lora_weights", True)).lower().startswith(INTO_THE_BASE):
-            raise options.refusal(
-                "peft_config.init_lora_weights",
-                "subtracts what the adapter begins with from the base: without its adapter the model is not the one "
-                f"that training began with, which {what} compares with",
-                ("peft_config.init_lora_weights", True),
-                value=start,
-            )
+            rule = f"subtracts the adapter's first product from the base, and {what} compares with the base before"
+            name = "peft_config.init_lora_weights"
+            raise options.refusal(name, rule, (name, True), value=start)
         if getattr(lora, "is_prompt_learning", False):
             rule = f"puts positions of its own before the hidden states, and {what} compares position by position"
-            raise options.refusal("peft_config", rule, ("peft_config", Code("LoraConfig(...)")))
+            raise options.refusal("peft_config", rule, adapter)
 
     def signals(self, measured: Tensor, own: Tensor) -> Tensor:
         """Returns the signal, >= 0, (B, T). measured (B, T): what `measure` names, packed; own (B, T) bool."""

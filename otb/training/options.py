@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from otb import baselines
-from otb.refusals import Options
+from otb.refusals import Options, Taken
 from otb.values import refuse_arguments
 
 # What each option of GRPOConfig must be for the softmax at the temperature to be the distribution sampled from.
@@ -53,6 +53,7 @@ OTHER_SAMPLING = {
 
 METHODS = ("lr_schedule", "token_weights", "improvement", "auxiliary")  # arguments of OTBTrainer that may be None
 SAMPLER_DTYPES = ("bfloat16",)
+NOT_BESIDE_A_COPY = ("use_vllm", "use_transformers_continuous_batching", "cast_lm_head_to_fp32", "bf16", "fp16")
 
 
 def refuse(options: Options) -> None:
@@ -71,29 +72,16 @@ def refuse(options: Options) -> None:
         method.refuse(options)
 
 
-def needs_scores(options: Options) -> bool:
-    """Tells whether norms of the softmax's score are read, so that rollouts must be sampled from this softmax."""
-    return bool(options.log_energy or options.measure_gradient_noise or baselines.needs_scores(options.baseline))
-
-
 def _refuse_baseline(options: Options) -> None:
     baseline, group_size = options.baseline, options.num_generations
     refuse_arguments(baseline)
     name, smallest = baselines.name_of(baseline), baselines.min_group_size_of(baseline)
     if group_size is not None and group_size < smallest:
+        rule = f": baseline {name} compares rollouts of one prompt and needs at least {smallest}"
         other = ("a baseline that works with one rollout (none, otb, energy_probe)",) if group_size == 1 else ()
-        raise options.refusal(
-            "num_generations",
-            f": baseline {name} compares rollouts of one prompt and needs at least {smallest}",
-            ("num_generations", smallest),
-            *other,
-        )
-    if options.multi_objective_aggregation not in (None, "sum_then_normalize"):
-        raise options.refusal(
-            "multi_objective_aggregation",
-            "normalises each reward by its group, which is a baseline of its own",
-            ("multi_objective_aggregation", "sum_then_normalize"),
-        )
+        raise options.refusal("num_generations", rule, ("num_generations", smallest), *other)
+    rule = "normalises each reward by its group, which is a baseline of its own"
+    options.refuse_others((Taken("multi_objective_aggregation", ("sum_then_normalize",), rule),))
     if baselines.needs_of(baseline) & baselines.EXACT_NORMS:
         options.refuse_sharding(f"baseline={name} reads whole gradients", "a baseline without exact norms")
 
@@ -103,73 +91,41 @@ def _refuse_per_token(options: Options) -> None:
     if not per_token and options.token_weights is None:
         return
     name = baselines.name_of(options.baseline) if per_token else "token_weights"
-    if options.off_policy_mask_threshold is not None:
-        raise options.refusal(
-            "off_policy_mask_threshold",
-            f"keeps or drops whole rollouts by the sign of one advantage; {name} has one per token",
-            ("off_policy_mask_threshold", None),
-        )
+    rule = f"reads one advantage of a whole rollout by its sign; {name} has one per token"
+    options.refuse_others((Taken("off_policy_mask_threshold", (None,), rule),))
     if options.loss_type == "vespo":
-        raise options.refusal(
-            "loss_type",
-            f"weighs whole rollouts by the sign of one advantage; {name} has one per token",
-            ("loss_type", "dr_grpo"),
-            ("loss_type", "dapo"),
-        )
+        raise options.refusal("loss_type", rule, ("loss_type", "dr_grpo"), ("loss_type", "dapo"))
 
 
 def _refuse_sampler_copy(options: Options) -> None:
     if options.sampler_dtype is None:
         return
-    if options.sampler_dtype not in SAMPLER_DTYPES:
-        raise options.refusal(
-            "sampler_dtype", f"is not one of {', '.join(SAMPLER_DTYPES)}", ("sampler_dtype", SAMPLER_DTYPES[0])
-        )
-    copy = options.says("sampler_dtype")
-    options.refuse_sharding(f"{copy} copies the whole policy", ("sampler_dtype", None))
-    for option in ("use_vllm", "use_transformers_continuous_batching", "cast_lm_head_to_fp32", "bf16", "fp16"):
-        if getattr(options, option):
-            raise options.refusal(
-                option,
-                f"beside {copy}: the sampler is a bfloat16 copy of a float32 policy, which nothing else samples for or "
-                "casts",
-                (option, False),
-                ("sampler_dtype", None),
-            )
-    mode = options.vllm_importance_sampling_mode or ""
-    if options.loss_type == "vespo" and mode.startswith("sequence"):
-        raise options.refusal(
-            "loss_type",
-            f"corrects whole rollouts by itself, and {options.says('vllm_importance_sampling_mode')} would do so again",
-            ("vllm_importance_sampling_mode", "token_truncate"),
-            ("vllm_importance_sampling_mode", "token_mask"),
-        )
+    off, copy = ("sampler_dtype", None), options.says("sampler_dtype")
+    rule = f"is not one of {', '.join(SAMPLER_DTYPES)}"
+    options.refuse_others((Taken("sampler_dtype", SAMPLER_DTYPES, rule),), off)
+    options.refuse_sharding(f"{copy} copies the whole policy", off)
+    rule = (
+        f"beside {copy}: the sampler is a bfloat16 copy of a float32 policy; nothing else may sample for it or cast it"
+    )
+    options.refuse_others((Taken(option, (False,), rule) for option in NOT_BESIDE_A_COPY), off)
+    if options.loss_type == "vespo":
+        rule = f"would correct whole rollouts once more, as {options.says('loss_type')} does so by itself"
+        options.refuse_others((Taken("vllm_importance_sampling_mode", ("token_truncate", "token_mask"), rule),))
 
 
 def _refuse_band(options: Options) -> None:
-    band, off = options.geometric_ratio_band, ("geometric_ratio_band", None)
+    name, band, off = "geometric_ratio_band", options.geometric_ratio_band, ("geometric_ratio_band", None)
     if band is None:
         return
     numbers = isinstance(band, list | tuple) and len(band) == 2 and all(isinstance(x, int | float) for x in band)
     if not numbers or not 0 < band[0] < 1 < band[1]:
-        example = ("geometric_ratio_band", (0.99, 1.01))
-        raise options.refusal("geometric_ratio_band", "is not two numbers [low, high] around 1", example, off)
+        raise options.refusal(name, "must be two numbers [low, high] around 1", (name, (0.99, 1.01)), off)
     if not options.use_vllm and options.sampler_dtype is None:
-        raise options.refusal(
-            "geometric_ratio_band",
-            f"compares the policy with a sampler of other numerics, and {options.says('use_vllm', False)} samples with "
-            "the policy itself",
-            ("use_vllm", True),
-            ("sampler_dtype", SAMPLER_DTYPES[0]),
-            off,
-        )
-    if options.vllm_importance_sampling_correction is False:
-        raise options.refusal(
-            "vllm_importance_sampling_correction",
-            "leaves out the policy's log-probs, and geometric_ratio_band compares them with the sampler's",
-            ("vllm_importance_sampling_correction", True),
-            off,
-        )
+        same = options.says("use_vllm", False)
+        rule = f"compares the policy with a sampler of other numerics, and {same} samples with the policy itself"
+        raise options.refusal(name, rule, ("use_vllm", True), ("sampler_dtype", SAMPLER_DTYPES[0]), off)
+    rule = f"leaves out the policy's log-probs, which {name} compares with the sampler's"
+    options.refuse_others((Taken("vllm_importance_sampling_correction", (True,), rule),), off)
 
 
 # ---- tokens that are not drawn from the softmax at the temperature
@@ -179,12 +135,9 @@ def refuse_other_sampling(options: Options) -> None:
     """Raises ValueError where options change how tokens are drawn, and something reads the softmax they come from."""
     generation = dict(options.generation_kwargs or {})
     if "temperature" in generation or generation.get("do_sample") is False:
+        rule = "sets how tokens are drawn behind the trainer's back; greedy decoding leaves nothing to learn from"
         for _ in _readers(options):
-            raise options.refusal(
-                "generation_kwargs",
-                "sets how tokens are drawn behind the trainer's back; greedy decoding leaves nothing to learn from",
-                f"{options.key('temperature')}= for the temperature",
-            )
+            raise options.refusal("generation_kwargs", rule, f"{options.key('temperature')}= for the temperature")
     drawn = {name: getattr(options, name) for name in NEUTRAL_SAMPLING} | generation
     if options.use_vllm and drawn["top_k"] == -1:
         drawn["top_k"] = 0  # vLLM takes both for all tokens, transformers 0 alone

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import tensor
 
 from experiments.running.identity import difference
@@ -18,7 +17,6 @@ from otb.methods.token_weights import (
 )
 from otb.metrics import effective_support, gini, token_weight_metrics
 from otb.records.metric_names import METRICS
-from otb.refusals import Options
 
 OWN = tensor([[True, True, True, True], [True, True, False, False]])
 
@@ -223,38 +221,6 @@ def test_a_signal_of_the_token_itself_makes_a_baseline_biased_with_either_normal
 def test_weights_that_make_no_sense_are_refused(arguments, said):
     with pytest.raises(ValueError, match=said):
         TokenWeights(**arguments)
-
-
-@pytest.mark.parametrize("lora", [None, {}])
-def test_a_comparison_with_the_base_is_refused_without_an_adapter(lora):
-    with pytest.raises(ValueError, match=r"token_weights='arca' compares .* there is no adapter. Use peft_config=Lora"):
-        TokenWeights("arca").refuse(Options(peft_config=lora))
-
-
-@pytest.mark.parametrize("lora", [{"r": 4, "bias": "all"}, LoraConfig(bias="all")])
-def test_a_base_of_which_the_biases_are_trained_is_refused(lora):
-    with pytest.raises(
-        ValueError, match="peft_config.bias='all' trains biases of the base itself, .* Use peft_config.b"
-    ):
-        TokenWeights("arca").refuse(Options(peft_config=lora))
-
-
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "OLoRA"])
-def test_an_adapter_that_begins_with_a_part_of_the_base_is_refused(start):
-    """peft subtracts that part: at the first step h would differ from the h of such a base by 13, and not by 0."""
-    for lora in ({"r": 4, "init_lora_weights": start}, LoraConfig(init_lora_weights=start)):
-        with pytest.raises(ValueError, match=f"peft_config.init_lora_weights='{start}' .* Use peft_config.init_lora_w"):
-            TokenWeights("arca").refuse(Options(peft_config=lora))
-    for kept in (True, False, "gaussian", "orthogonal"):
-        TokenWeights("arca").refuse(Options(peft_config=LoraConfig(init_lora_weights=kept)))
-
-
-def test_an_adapter_with_positions_of_its_own_is_refused():
-    from peft import PromptTuningConfig
-
-    with pytest.raises(ValueError, match="PromptTuningConfig.* puts positions of its own"):
-        prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-        TokenWeights("arca").refuse(Options(peft_config=prompts))
 
 
 def test_runs_from_before_there_were_weights_are_the_runs_without_them():

@@ -23,11 +23,8 @@ from experiments.checks.target import check_target
 from experiments.running.command_line import accept_open_keys
 from experiments.running.processes import counted
 from experiments.sweeps.runs_of import plan
-from otb.baselines import declare
 from otb.baselines.otb import otb
 from otb.errors import RunError
-from otb.refusals import Options
-from otb.training.options import refuse
 from tests.support import commands
 from tests.support.recipes import composed
 
@@ -357,24 +354,6 @@ def test_attention_is_refused_for_the_lack_of_its_package_alone(given, package, 
 def test_a_number_of_any_kind_is_taken_where_a_float_is_annotated(value):
     node = OmegaConf.create({"_target_": "otb.baselines.otb.otb", "_partial_": True, "eps": value})
     assert check_target("baseline", node) is otb
-
-
-@pytest.mark.parametrize(
-    ("given", "fix"),
-    [
-        (2, "needs at least 3. Use num_generations=3."),
-        (1, "needs at least 3. Use num_generations=3, or a baseline that works with one rollout (none, otb, "),
-    ],
-)
-def test_a_group_that_is_too_small_is_told_the_smallest_that_works(given, fix):
-    with pytest.raises(ValueError, match=re.escape(f"num_generations={given}: baseline of_three compares")) as refused:
-        refuse(Options(num_generations=given, baseline=of_three))
-    assert fix in str(refused.value)
-
-
-@declare(min_group_size=3)
-def of_three(rollouts):
-    """Stands for a baseline; nothing calls it."""
 
 
 def test_one_process_is_counted_in_the_singular():
