@@ -8,9 +8,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from experiments.checks.choices import check_keys_of_choice
-from experiments.checks.values import check_numbers
+from experiments.checks.values import check_choice, check_known, check_numbers
 from experiments.running import trackers
-from experiments.running.command_line import near_miss
 from experiments.running.fields import trainer_fields
 from experiments.running.grpo_options import DERIVED, typed
 from otb.errors import RunError
@@ -21,6 +20,7 @@ CHOICES = {  # keys of trainer, of which TRL refuses others at its first step
     "importance_sampling_level": ("token", "sequence"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
+SHARE = Rule("in (0, 1]", lambda value: 0 < value <= 1, "1.0")
 NUMBERS = {  # keys of trainer
     **dict.fromkeys(
         (
@@ -31,7 +31,7 @@ NUMBERS = {  # keys of trainer
         Rule("a number >= 0", lambda value: value >= 0, 0, optional=True),
     ),
     # of the probability; of the tokens that learn
-    **dict.fromkeys(("top_p", "top_entropy_quantile"), Rule("in (0, 1]", lambda value: 0 < value <= 1, "1.0")),
+    **dict.fromkeys(("top_p", "top_entropy_quantile"), SHARE),
 }
 CONTINUOUS_BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # an option by its two names
 SHARDING = {"fsdp": "fsdp2", "fsdp_config": "fsdp2", "deepspeed": "zero3"}  # key of parallel.trainer: its `parallel`
@@ -48,9 +48,8 @@ def check_trainer(cfg: DictConfig) -> None:
     _check_options("trainer", cfg.trainer)
     check_numbers(cfg, {f"trainer.{key}": rule for key, rule in NUMBERS.items() if key in cfg.trainer})
     for key, choices in CHOICES.items():
-        value = cfg.trainer.get(key)
-        if key in cfg.trainer and value not in choices:
-            raise RunError(f"trainer.{key}={value} is not one of {', '.join(choices)}.{near_miss(value, choices)}")
+        if key in cfg.trainer:
+            check_choice(f"trainer.{key}", cfg.trainer[key], choices)
     for key in CONTINUOUS_BATCHING:
         if cfg.trainer.get(key) and cfg.model.dtype == "bfloat16":
             raise RunError(
@@ -80,12 +79,8 @@ def check_parallel_and_sampler(cfg: DictConfig) -> None:
                 f"parallel.trainer.{key}={typed(options.get(key))} would keep the whole policy on every GPU, under the "
                 f"name of parallel={name}. Leave it out, or use parallel=ddp."
             )
-    for key in options.get("fsdp_config") or {}:
-        if key not in FSDP2_KEYS:
-            raise RunError(
-                f"parallel.trainer.fsdp_config.{key} is no key that FSDP2 reads.{near_miss(key, FSDP2_KEYS)} Keys: "
-                f"{', '.join(sorted(FSDP2_KEYS))}."
-            )
+    fsdp_config = options.get("fsdp_config") or {}
+    check_known("parallel.trainer.fsdp_config", fsdp_config, FSDP2_KEYS, "key that FSDP2 reads")
     for key in options.keys() & cfg.trainer.keys():
         raise RunError(
             f"trainer.{key} is set by parallel={name}, which would replace it. Set parallel.trainer.{key} instead."
@@ -98,7 +93,6 @@ def _check_options(group: str, options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if key in DERIVED:
             raise RunError(f"{group}.{key}={value} follows from the run's own keys; set {DERIVED[key]} instead.")
-        if key not in fields:
-            raise RunError(f"{group}.{key} is no option of trl.GRPOConfig.{near_miss(key, fields)}")
+        check_known(group, [key], fields, "option of trl.GRPOConfig", "")
         if value is None and not fields[key]:
             raise RunError(f"{group}.{key}=null must have a value. Leave it out for TRL's own.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.running.command_line import near_miss
 from otb.errors import RunError
 from otb.values import Rule, is_positive, refuse_out_of_range
 
@@ -31,6 +33,20 @@ def check_numbers(cfg: DictConfig, rules: Mapping[str, Rule]) -> None:
     """Raises RunError for the first key whose value breaks its rule."""
     with told_to_the_user():
         refuse_out_of_range({key: OmegaConf.select(cfg, key) for key in rules}, rules)
+
+
+def check_known(group: str, keys: Iterable, known: Collection, what: str, has: str | None = None) -> None:
+    """Raises RunError for a key that is not known. what: a known one is. has: a sentence on them; None lists them."""
+    for key in keys:
+        if key not in known:
+            has = f"Keys: {', '.join(sorted(known))}." if has is None else has
+            raise RunError(f"{group}.{key} is no {what}.{near_miss(key, known)} {has}".rstrip())
+
+
+def check_choice(key: str, value: Any, choices: Collection, further: str = "") -> None:
+    """Raises RunError for a value that is none of the choices. further: what else may be said of them."""
+    if value not in choices:
+        raise RunError(f"{key}={value} is not one of {', '.join(choices)}.{near_miss(value, choices)}{further}")
 
 
 def check_true_or_false(cfg: DictConfig, *keys: str) -> None:

@@ -17,7 +17,7 @@ from experiments.checks.files import check_sources
 from experiments.checks.machine import check_this_machine
 from experiments.checks.model import check_model_is_here
 from experiments.checks.samplers import check_processes
-from experiments.checks.trainer import check_parallel_and_sampler
+from experiments.checks.trainer import SHARE, check_parallel_and_sampler
 from experiments.checks.values import check_numbers, check_true_or_false, whole_number
 from experiments.evaluation.policies_of import Plan
 from experiments.running.build import build
@@ -27,7 +27,6 @@ from otb.errors import RunError
 from otb.records import RunDirectory
 from otb.sandbox import Sandbox
 from otb.tasks import Task
-from otb.values import Rule
 
 SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs")
 LIMITS = ("max_completion_length", "max_turns")
@@ -35,8 +34,8 @@ NUMBERS = {
     **dict.fromkeys(("k", "rollouts_per_batch"), whole_number(1)),
     "seed": whole_number(0),
     "gpus": whole_number(1, 8, "null for one process"),
+    "trainer.top_p": SHARE,
 }
-TOP_P = {"trainer.top_p": Rule("in (0, 1]", lambda value: 0 < value <= 1, "1.0")}
 OF_A_RUN = ("task", "model", "temperature", "trainer", "steps")  # keys in the config.yaml of every run
 
 
@@ -179,7 +178,6 @@ def check_files(wanted: Plan) -> None:
 def check_sampling(configurations: dict[str, DictConfig], tasks: dict[str, Task], processes: int) -> None:
     """Raises RunError for sampling options that cannot be, and for processes that cannot share the work."""
     cfg = next(iter(configurations.values()))
-    check_numbers(cfg, TOP_P)
     check_parallel_and_sampler(cfg)
     if cfg.parallel.name != "ddp":
         raise RunError(

@@ -25,30 +25,17 @@ NEUTRAL_SAMPLING = {
 # Further options of generate() and of vLLM's SamplingParams that change what is sampled; TRL leaves them to
 # generation_kwargs and to the model's own generation configuration, which fills in whatever TRL sets to None.
 OTHER_SAMPLING = {
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), 0.0),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "min_tokens"), 0),
     "num_beams": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "top_h": None,
-    "penalty_alpha": None,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "sequence_bias": None,
-    "guidance_scale": None,
-    "watermarking_config": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "min_tokens": 0,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "structured_outputs": None,
+    **dict.fromkeys(
+        (
+            *("top_h", "penalty_alpha", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
+            *("guidance_scale", "watermarking_config"),
+            *("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),  # of vLLM
+        )
+    ),
 }
 
 METHODS = ("lr_schedule", "token_weights", "improvement", "auxiliary")  # arguments of OTBTrainer that may be None

@@ -152,12 +152,7 @@ REFUSED = {  # overrides beside improvement=pipo -> what the message says
     "improvement.window=1": ("improvement.window=1", "one reward has no deviation", "Try improvement.window=8"),
     "improvement.window=2.5": ("improvement.window=2.5", "must be a whole number"),
     "improvement.advantages=mean": ("improvement.advantages=mean", "not one of native, scaled"),
-    "trainer.num_iterations=2": ("trainer.num_iterations=2", "several updates", "or improvement=none"),
-    "trainer.loss_type=cispo": ("trainer.loss_type=cispo", "no clipped ratio", "Use one of grpo"),
-    "baseline=rloo ++trainer.off_policy_mask_threshold=1": (
-        "trainer.off_policy_mask_threshold=1",
-        "or improvement=none",
-    ),
+    "trainer.loss_type=cispo": ("trainer.loss_type=cispo", "no clipped ratio", "Use trainer.loss_type=grpo"),
     "parallel=fsdp2": ("parallel=fsdp2", "Use parallel=ddp", "or improvement=none"),
     "rollouts_by=vllm": ("rollouts_by=vllm", "Use rollouts_by=hf", "or improvement=none"),
     "steps=8": ("steps=8", "improvement.window=8", "Use steps=32"),

@@ -16,10 +16,13 @@ from trl import GRPOTrainer
 
 from experiments.running.fields import trainer_fields
 from experiments.running.grpo_options import DERIVED, RunOptions
+from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.none import none
+from otb.baselines.ob_exact import ob_exact
 from otb.baselines.otb import otb
 from otb.baselines.otb_exact import otb_exact
 from otb.baselines.rloo import rloo
+from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.methods.auxiliary import MultiTokenPrediction
 from otb.methods.improvement import PolicyImprovement
 from otb.methods.schedules import LengthTriggeredDecay
@@ -67,6 +70,10 @@ REFUSED = [
     (otb, dict(top_p=0.9),
      "not the distribution sampled from", "top_p=0.9|Use top_p=1.0",
      "trainer.top_p=0.9|Use trainer.top_p=1.0, or a baseline"),
+    *(
+        (baseline, dict(top_k=5), "the score norms", "top_k=5|Use top_k=0", "trainer.top_k=5|Use trainer.top_k=0")
+        for baseline in (EnergyProbe(), TrajectoryCV(), ob_exact)
+    ),
     (otb, dict(top_k=5), "the score norms", "top_k=5|Use top_k=0", "trainer.top_k=5|Use trainer.top_k=0"),
     (otb, dict(top_k=-1), "the score norms", "top_k=-1", "trainer.top_k=-1"),  # transformers knows no such number
     (otb, dict(min_p=0.1), "the score norms", "min_p=0.1", "trainer.min_p=0.1"),
@@ -82,7 +89,8 @@ REFUSED = [
          f"{name}={value} in trainer.generation_kwargs|there")
         for name, value in {
             "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {7: 2.0}, "min_tokens": 8,
-            "allowed_token_ids": [1], "bad_words": ["no"], "structured_outputs": {"regex": "a"}, "typical_p": 0.2, "num_beams": 2,
+            "allowed_token_ids": [1], "bad_words": ["no"], "structured_outputs": {"regex": "a"}, "typical_p": 0.2,
+            "num_beams": 2,
         }.items()
     ),
     (otb, dict(generation_kwargs={"top_p": 0.5}), "the score norms", "top_p=0.5", "trainer.top_p=0.5"),
@@ -167,6 +175,8 @@ REFUSED = [
     (rloo, ARCA,
      "there is no adapter", "token_weights='arca'|Use peft_config=LoraConfig(...)",
      "token_weights=arca|Use model.lora.r=16, or token_weights=surprisal"),
+    (rloo, dict(token_weights=TokenWeights("divergence")), "there is no adapter", "token_weights='divergence'",
+     "token_weights=divergence"),
     (rloo, ARCA | dict(peft_config={}), "there is no adapter", "token_weights='arca'", "token_weights=arca"),
     (rloo, ARCA | dict(peft_config={"r": 4, "bias": "all"}),
      "biases of the base itself", "peft_config.bias='all'|='none'", "model.lora.bias=all|Use model.lora.bias=none"),
