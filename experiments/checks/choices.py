@@ -23,7 +23,8 @@ def check_keys_of_choice(cfg: DictConfig, group: str) -> None:
                 f"{group}.{key}={typed(value)} is a key of {group}={' and '.join(having)}, and {group}={chosen} would "
                 f"ignore it. Add {group}={having[0]}, or leave it out."
             )
-    check_known(group, cfg[group], known, f"key of {group}={chosen}")
+    keys = [[key for key in of if key != "name"] for of in (cfg[group], known)]
+    check_known(group, *keys, f"key of {group}={chosen}")
 
 
 @cache

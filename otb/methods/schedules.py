@@ -25,7 +25,7 @@ RULES = {
     "fixed_period": Rule("a whole number >= 1, or null", lambda value: value >= 1, 100, whole=True, optional=True),
 }
 
-LEAVE_THE_RATE = {  # options that move the learning rate -> values that do not
+LEAVE_THE_RATE: dict[str, tuple] = {  # options that move the learning rate -> values that do not
     "lr_scheduler_type": ("constant",),
     "lr_scheduler_kwargs": (None, {}),
     "warmup_steps": (0,),
