@@ -82,8 +82,8 @@ class ImprovementUpdate(Method):
             self._kept.append(batch | {"old_per_token_logps": log_probs, "advantages": advantages})
             if updates:  # else the ratio is exactly 1 without, as in a run that makes no improvement updates
                 batch["old_per_token_logps"] = log_probs
-        self.trainer._log(metrics)
-        self.trainer._seconds["improvement"] = time.perf_counter() - started
+        self.trainer.record(metrics)
+        self.trainer.seconds["improvement"] = time.perf_counter() - started
         return batches
 
     def _has_signal(self, batches: list[dict]) -> bool:

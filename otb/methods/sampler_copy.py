@@ -15,6 +15,28 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
+from otb.methods import Method
+
+
+class CopySampling(Method):
+    """Puts a SamplerCopy where TRL keeps vLLM: from there on TRL weighs what differs as it does for vLLM."""
+
+    def __init__(self, dtype: str):
+        self.dtype = dtype
+
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        trainer.vllm_generation = SamplerCopy(
+            trainer.accelerator.unwrap_model(trainer.model),
+            trainer.causal_model(),
+            getattr(torch, self.dtype),
+            trainer.generation_config,
+            trainer.eos_token_ids,
+            getattr(trainer.args, "rows_per_generation", None),
+        )
+        trainer.use_vllm, trainer.vllm_mode = True, "server"  # a server's context is the model's
+        trainer._last_loaded_step = -1
+
 
 class SamplerCopy:
     """Samples with a copy of `policy` whose parameters have another precision.
