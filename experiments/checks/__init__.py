@@ -40,11 +40,11 @@ NUMBERS = {
     **dict.fromkeys(("prompts_per_step", "steps", "evaluation.samples"), whole_number(1)),
     **dict.fromkeys(("seed", "evaluation.every", "checkpoint_every"), whole_number(0)),
     **dict.fromkeys(("rollouts.every", "rollouts.groups"), whole_number(0)),
-    "gpus": whole_number(1, 8, "null for one process"),
+    "gpus": whole_number(1, "null", "null for one process"),
     "evaluation.max_rows": whole_number(1, 64, "null for all"),
 }
 SWITCHES = ("log_energy", "measure_gradient_noise", "lean_steps", "deterministic", "overwrite")
-LONGEST_PROMPT = {"max_prompt_length": whole_number(1, 1024, "null for the model's limit")}
+LONGEST_PROMPT = {"max_prompt_length": whole_number(1, "null", "null for the model's limit")}
 
 
 def check(cfg: DictConfig, processes: int | None = None) -> Run:

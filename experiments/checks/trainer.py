@@ -11,7 +11,7 @@ from experiments.checks.choices import check_keys_of_choice
 from experiments.checks.values import check_choice, check_known, check_numbers
 from experiments.running import trackers
 from experiments.running.fields import trainer_fields
-from experiments.running.grpo_options import DERIVED, typed
+from experiments.running.grpo_options import DERIVED, FIXED, typed
 from otb.errors import RunError
 from otb.values import Rule
 
@@ -91,6 +91,8 @@ def check_parallel_and_sampler(cfg: DictConfig) -> None:
 def _check_options(group: str, options: Mapping[str, Any]) -> None:
     fields = trainer_fields()
     for key, value in options.items():
+        if key in FIXED:
+            raise RunError(f"{group}.{key}={value} cannot be set: {FIXED[key]}. Leave it out.")
         if key in DERIVED:
             raise RunError(f"{group}.{key}={value} follows from the run's own keys; set {DERIVED[key]} instead.")
         check_known(group, [key], fields, "option of trl.GRPOConfig", "")

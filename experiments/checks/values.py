@@ -22,7 +22,7 @@ def told_to_the_user(of: str = "") -> Iterator[None]:
         raise RunError(f"{of}{error}") from error
 
 
-def whole_number(least: int, example: int | None = None, null: str = "") -> Rule:
+def whole_number(least: int, example: int | str | None = None, null: str = "") -> Rule:
     """Returns the rule of a whole number. null: what null means, where it is allowed."""
     words = f"a whole number >= {least}" + (f", or {null}" if null else "")
     example = max(least, 1) if example is None else example

@@ -33,7 +33,7 @@ LIMITS = ("max_completion_length", "max_turns")
 NUMBERS = {
     **dict.fromkeys(("k", "rollouts_per_batch"), whole_number(1)),
     "seed": whole_number(0),
-    "gpus": whole_number(1, 8, "null for one process"),
+    "gpus": whole_number(1, "null", "null for one process"),
     "trainer.top_p": SHARE,
 }
 OF_A_RUN = ("task", "model", "temperature", "trainer", "steps")  # keys in the config.yaml of every run

@@ -17,7 +17,7 @@ from experiments.running import devices
 from experiments.running.build import Run
 from otb.refusals import NOW, Options
 
-# GRPOConfig keys that follow from the run's own keys, and what to set instead.
+# Options of GRPOConfig that follow from a key of the run -> the key.
 DERIVED: dict[str, str] = {
     option: key
     for key, options in {
@@ -40,24 +40,31 @@ DERIVED: dict[str, str] = {
         "rollouts_by.sleep": "vllm_enable_sleep_mode",
         "rollouts_by.url": "vllm_server_base_url vllm_server_host vllm_server_port",
         "rollouts_by.timeout_s": "vllm_server_timeout",
-        "nothing: TRL ignores it for a model that is loaded already; see model.*": "model_init_kwargs",
-        "nothing: a resumed run continues where it stopped": "ignore_data_skip",
-        "nothing: the same command resumes": "resume_from_checkpoint",
         "max_prompt_length": "max_prompt_length",
-        "nothing: a loss that is not finite stops the run": "logging_nan_inf_filter",
-        "nothing: the last checkpoint must be one to resume from": "save_only_model",
         "baseline": "scale_rewards",
         "checkpoint_every": "save_steps save_strategy",
         "evaluation.every": "eval_steps eval_strategy",
-        "nothing: every run is evaluated before its first step": "eval_on_start",
-        "nothing: the order of the prompts follows from seed and epoch": "shuffle_dataset train_sampling_strategy "
-        "length_column_name",
-        "nothing: every step is recorded": "logging_steps logging_strategy",
         "evaluation.samples": "num_generations_eval",
-        "nothing: the loss of a policy has no labels": "label_smoothing_factor",
-        "nothing: a model is loaded without code of its own": "trust_remote_code",
-        "nothing: the last checkpoint and the best are kept": "save_total_limit",
-        "nothing: a moving reference model is not in the checkpoints, so no run could be resumed": "sync_ref_model",
+    }.items()
+    for option in options.split()
+}
+# Options of GRPOConfig that no run may set -> why.
+FIXED: dict[str, str] = {
+    option: reason
+    for reason, options in {
+        "TRL ignores it for a model that is loaded already; see model.*": "model_init_kwargs",
+        "a resumed run continues where it stopped": "ignore_data_skip",
+        "the same command resumes": "resume_from_checkpoint",
+        "a loss that is not finite stops the run": "logging_nan_inf_filter",
+        "the last checkpoint must be one to resume from": "save_only_model",
+        "every run is evaluated before its first step": "eval_on_start",
+        "the order of the prompts follows from seed and epoch": "shuffle_dataset train_sampling_strategy "
+        "length_column_name",
+        "every step is recorded": "logging_steps logging_strategy",
+        "the loss of a policy has no labels": "label_smoothing_factor",
+        "a model is loaded without code of its own": "trust_remote_code",
+        "the last checkpoint and the best are kept": "save_total_limit",
+        "a moving reference model is not in the checkpoints, so no run could be resumed": "sync_ref_model",
     }.items()
     for option in options.split()
 }

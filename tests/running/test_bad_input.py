@@ -84,7 +84,7 @@ SETTINGS = {
     "learning_rate=0": ("learning_rate=0", "positive number", "Try learning_rate=1e-6"),
     "temperature=0": ("temperature=0", "positive number", "Try temperature=1.0"),
     "overwrite=perhaps": ("overwrite=perhaps", "true or false", "Try overwrite=false"),
-    "max_prompt_length=0": ("max_prompt_length=0", "whole number >= 1, or null", "Try max_prompt_length=1024"),
+    "max_prompt_length=0": ("max_prompt_length=0", "whole number >= 1, or null", "Try max_prompt_length=null"),
     "WORLD_SIZE=2 prompts_per_step=3 group_size=1": ("3 rollouts", "divide over 2 processes", "prompts_per_step=2"),
     "model.rollouts_per_forward=5": ("rollouts_per_forward=5", "must divide the 64 rollouts", "rollouts_per_forward=4"),
     "model.rollouts_per_forward=0": ("rollouts_per_forward=0", "must divide the 64 rollouts", "rollouts_per_forward=1"),

@@ -15,7 +15,7 @@ from peft import LoraConfig, PromptTuningConfig
 from trl import GRPOTrainer
 
 from experiments.running.fields import trainer_fields
-from experiments.running.grpo_options import DERIVED, RunOptions
+from experiments.running.grpo_options import DERIVED, FIXED, RunOptions
 from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.none import none
 from otb.baselines.ob_exact import ob_exact
@@ -280,7 +280,7 @@ def test_refusals_ask_for_options_that_there_are():
 
 
 def test_a_run_is_told_of_keys_that_its_command_line_has():
-    cfg, options = composed(), trainer_fields().keys() - DERIVED.keys()
+    cfg, options = composed(), trainer_fields().keys() - DERIVED.keys() - FIXED.keys()
     keys = {RunOptions().key(name) for name in options_read() - {"optimizers", "world_size"}}  # which no run has
     for key in keys - {f"trainer.{option}" for option in options}:
         group, _, last = key.rpartition(".")
