@@ -45,7 +45,7 @@ def test_conformance_exits_2_where_there_is_nothing_to_compare(tmp_path, capsys)
     with open(tmp_path / "array.npz", "wb") as file:
         np.save(file, np.zeros(2))
     said = {"other": "no key 'meta'", "none": "No such file"}
-    said |= dict.fromkeys(("text", "cut", "empty", "array"), "is no file of reference vectors")
+    said |= dict.fromkeys(("text", "cut", "empty", "array"), "is not a file of reference vectors")
     for name, text in said.items():
         assert conformance.main([str(tmp_path / f"{name}.npz")]) == 2
         assert text in capsys.readouterr().err

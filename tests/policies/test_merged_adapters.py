@@ -164,7 +164,7 @@ def test_a_damaged_configuration_of_an_adapter_is_refused(adapter):
 
 def test_a_base_of_the_hub_that_is_not_cached_is_refused_with_the_command_that_fetches_it(adapter):
     change(adapter / "adapter_config.json", base_model_name_or_path="someone/some-model", revision="v2")
-    said = "its base must be there: base_model_name_or_path=someone/some-model is no folder, .* python experiments/"
+    said = "its base must be there: base_model_name_or_path=someone/some-model is not a folder .* python experiments/"
     with pytest.raises(RunError, match=said + "prefetch.py --model someone/some-model --revision v2"):
         describe_policy(str(adapter), None)
 

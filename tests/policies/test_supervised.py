@@ -263,7 +263,7 @@ def test_what_cannot_be_made_is_refused(given, said, tmp_path):
     ("given", "said"),
     [
         (["task=gsm8k", "task.path=/nowhere"], "path='/nowhere' does not exist"),
-        (["task=arithmetic"], "model.name=x/y is no folder.* not in the cache"),
+        (["task=arithmetic"], "model.name=x/y is not a folder.* not in the cache"),
     ],
 )
 def test_rows_and_model_must_be_there(given, said, tmp_path):

@@ -308,7 +308,7 @@ def test_a_model_that_is_cached_is_not_refused_offline(file, revision, refused, 
     cfg = composed("model=hub", "model.name=someone/model", f"model.revision={revision or 'null'}")
     if not refused:
         return check_model_is_here(cfg)
-    with pytest.raises(RunError, match="model.name=someone/model is no folder.* not in the cache"):
+    with pytest.raises(RunError, match="model.name=someone/model is not a folder.* not in the cache"):
         check_model_is_here(cfg)
 
 
