@@ -1,4 +1,4 @@
-"""Names every metric once, with its unit and its definition. It imports no torch: analysis reads it.
+"""Names every metric once, with its unit and its definition. It imports no torch, because analysis reads it.
 
 `python -m otb.records.metric_names` prints docs/metrics.md, the table of these names.
 """
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """What one metric measures, and in which unit."""
+    """The unit and the definition of one metric."""
 
     unit: str
     definition: str
 
 
-# Names are written here once; what is not measured is absent from a row, never 0.
+# A metric that is not measured is absent from a row, never 0.
 METRICS = {
     "step": Metric("1", "optimizer steps done; one step consumes one batch of rollouts"),
-    "own_tokens": Metric("tokens", "tokens the policy sampled in this step, those of masked rollouts too"),
+    "own_tokens": Metric("tokens", "tokens the policy sampled in this step, including masked rollouts"),
     "tool_tokens": Metric("tokens", "tokens that tools put into the responses of this step"),
     "own_tokens_total": Metric("tokens", "own tokens since the start of the run; evaluations are not counted"),
     "tool_tokens_total": Metric("tokens", "tool tokens since the start of the run"),
@@ -28,69 +28,67 @@ METRICS = {
     "unscored": Metric("share", "rollouts that no reward function could score; absent when there were none"),
     "grade_correct": Metric("share", "rollouts whose final answer equals the reference; maths tasks only"),
     "grade_wrong": Metric("share", "rollouts with a readable answer that differs from the reference; maths tasks only"),
-    "grade_unparsable": Metric(
-        "share", "rollouts without a final answer, or with one that is no expression; maths tasks only"
-    ),
+    "grade_unparsable": Metric("share", "rollouts without a final answer, or with an unreadable one; maths tasks only"),
     "grade_timeout": Metric("share", "rollouts whose grader ran out of time; unscored; maths tasks only"),
     "grade_error": Metric("share", "rollouts whose grader failed otherwise; unscored; maths tasks only"),
     "response_length_mean": Metric("tokens", "own tokens per rollout, mean"),
     "response_length_max": Metric("tokens", "own tokens per rollout, largest"),
-    "equal_reward_groups": Metric("share", "prompt groups whose scored rollouts all have one reward"),
+    "equal_reward_groups": Metric("share", "prompt groups whose scored rollouts all have the same reward"),
     "dropped_by_mismatch": Metric(
-        "share", "rollouts whose geometric mean ratio left geometric_ratio_band; they train nothing"
+        "share", "rollouts whose geometric mean ratio is outside geometric_ratio_band; they are not trained on"
     ),
     "mismatch_mean": Metric(
         "nats",
-        "absolute difference of log pi and the sampler's, per own token, mean; where vLLM or a copy of the policy "
-        "samples",
+        "absolute difference between the policy's and the sampler's log pi of an own token, mean; if vLLM or a copy of "
+        "the policy samples",
     ),
     "mismatch_max": Metric(
         "nats",
-        "absolute difference of log pi and the sampler's, per own token, largest; where vLLM or a copy of the policy "
-        "samples",
+        "absolute difference between the policy's and the sampler's log pi of an own token, largest; if vLLM or a copy "
+        "of the policy samples",
     ),
     "importance_ratio_min": Metric(
         "1",
-        "trained / sampled probability of an own token, clipped, smallest; where vLLM or a copy of the policy samples",
+        "trained / sampled probability of an own token, clipped, smallest; if vLLM or a copy of the policy samples",
     ),
     "importance_ratio_mean": Metric(
-        "1", "trained / sampled probability of an own token, clipped, mean; where vLLM or a copy of the policy samples"
+        "1", "trained / sampled probability of an own token, clipped, mean; if vLLM or a copy of the policy samples"
     ),
     "importance_ratio_max": Metric(
         "1",
-        "trained / sampled probability of an own token, clipped, largest; where vLLM or a copy of the policy samples",
+        "trained / sampled probability of an own token, clipped, largest; if vLLM or a copy of the policy samples",
     ),
     "log_ppl_abs_diff_mean": Metric(
         "nats",
-        "absolute value of a rollout's mean of log pi minus the sampler's over its own tokens, mean over rollouts; "
-        "where vLLM or a copy of the policy samples",
+        "absolute value of the policy's minus the sampler's log pi, averaged over a rollout's own tokens; mean over "
+        "rollouts; if vLLM or a copy of the policy samples",
     ),
     "log_ppl_abs_diff_max": Metric(
         "nats",
-        "absolute value of a rollout's mean of log pi minus the sampler's over its own tokens, largest; where vLLM or "
-        "a copy of the policy samples",
+        "absolute value of the policy's minus the sampler's log pi, averaged over a rollout's own tokens; largest of "
+        "the rollouts; if vLLM or a copy of the policy samples",
     ),
     "mismatch_kl": Metric(
         "nats",
-        "KL(sampler, policy) per own token, estimated by the mean of the sampler's log pi minus the policy's; where "
-        "vLLM or a copy of the policy samples",
+        "KL(sampler, policy) per own token, estimated as the mean of the sampler's log pi minus the policy's; if vLLM "
+        "or a copy of the policy samples",
     ),
     "mismatch_k3": Metric(
         "nats",
-        "KL(sampler, policy) per own token, k3 estimate: mean of ratio - 1 - log ratio, ratio = trained / sampled "
-        "probability, not clipped; where vLLM or a copy of the policy samples",
+        "KL(sampler, policy) per own token, k3 estimate: mean of ratio - 1 - log ratio, with ratio = trained / sampled "
+        "probability, not clipped; if vLLM or a copy of the policy samples",
     ),
     "mismatch_chi2_token": Metric(
         "1",
-        "chi^2 of trained and sampled probability per own token: mean of ratio^2, minus 1; where vLLM or a copy of the "
+        "chi^2 of trained and sampled probability per own token: mean of ratio^2, minus 1; if vLLM or a copy of the "
         "policy samples",
     ),
     "mismatch_chi2_seq": Metric(
         "1",
         "chi^2 of trained and sampled probability of whole rollouts: mean over rollouts of the squared product of "
-        "their tokens' ratios, minus 1; where vLLM or a copy of the policy samples",
+        "their tokens' ratios, minus 1; if vLLM or a copy of the policy samples",
     ),
-    "truncated": Metric("share", "rollouts that the length limit ended"),
+    "truncated": Metric("share", "rollouts that reached the length limit"),
     "gradient_norm": Metric("norm", "Euclidean norm of the whole gradient before clipping"),
     "loss": Metric("1", "policy loss of the step, summed over its micro-batches"),
     "entropy": Metric(
@@ -102,36 +100,36 @@ METRICS = {
     "learning_rate": Metric("1", "learning rate of the step"),
     "length_baseline": Metric(
         "tokens",
-        "mean response length of the first steps, from which a surge is measured; with schedule=length_triggered",
+        "mean response length of the first steps; a surge is measured against it; with schedule=length_triggered",
     ),
     "length_surge_step": Metric(
         "1",
         "optimizer steps done when the mean response length surged; with schedule=length_triggered, absent before that",
     ),
-    "improvement_mu": Metric("reward", "mean reward of the step, as it enters the window; with improvement="),
+    "improvement_mu": Metric("reward", "mean reward of the step, which enters the window; with improvement="),
     "improvement_mu_his": Metric(
-        "reward", "mean of the window, the mean rewards of the steps before; with improvement=, once the window is full"
+        "reward", "mean of the window of earlier steps' mean rewards; with improvement=, once the window is full"
     ),
     "improvement_xi": Metric(
         "1",
-        "(mu - mu_his) / sigma_his: by how many standard deviations of the window the step's mean reward differs from "
-        "the window's mean; with improvement=, once the window is full",
+        "(mu - mu_his) / sigma_his: distance of the step's mean reward from the window's mean, in standard deviations "
+        "of the window; with improvement=, once the window is full",
     ),
     "improvement_phi": Metric(
         "1",
-        "factor of the advantages of the batch before in the improvement update; with improvement=, once the window is "
+        "factor of the previous batch's advantages in the improvement update; with improvement=, once the window is "
         "full",
     ),
     "improvement_ratio_mean": Metric(
         "1",
-        "ratio to the policy that sampled the batch before, mean over its own tokens; absent without an improvement "
+        "ratio to the policy that sampled the previous batch, mean over its own tokens; absent without an improvement "
         "update",
     ),
     "improvement_clip_fraction": Metric(
-        "share", "own tokens of the batch before whose ratio was clipped; absent without an improvement update"
+        "share", "own tokens of the previous batch whose ratio was clipped; absent without an improvement update"
     ),
     "improvement_gradient_norm": Metric(
-        "norm", "Euclidean norm of the gradient of the improvement update; absent without one"
+        "norm", "Euclidean norm of the improvement update's gradient; absent without such an update"
     ),
     "advantage_mean": Metric("reward", "mean over own tokens of the advantages used"),
     "advantage_spread": Metric("reward", "standard deviation over own tokens of the advantages used"),
@@ -152,13 +150,12 @@ METRICS = {
     ),
     "token_signal_mean": Metric(
         "of the signal",
-        "signal that the token weights are made of, mean over own tokens; with arca the norm of the residual; absent "
-        "with uniform weights",
+        "signal behind the token weights, mean over own tokens; with arca, the norm of the residual; absent with "
+        "uniform weights",
     ),
     "token_signal_max": Metric(
         "of the signal",
-        "signal that the token weights are made of, largest; with arca the norm of the residual; absent with uniform "
-        "weights",
+        "signal behind the token weights, largest; with arca, the norm of the residual; absent with uniform weights",
     ),
     "mtp_cross_entropy": Metric(
         "nats", "-log pi of the auxiliary head per own token, at the sampling temperature; with auxiliary=mtp"
@@ -170,42 +167,42 @@ METRICS = {
     ),
     "mtp_c": Metric(
         "nats^2",
-        "sum over the own tokens of a forward of d d_head, the changes of log pi of the policy and of its head since "
-        "the tokens were sampled; with auxiliary.mode=occ, absent in the first update of a batch",
+        "sum over the own tokens of a forward of d d_head: the changes in the policy's (d) and its head's (d_head) log "
+        "pi since the tokens were sampled; with auxiliary.mode=occ, absent in the first update of a batch",
     ),
     "mtp_v2": Metric(
         "nats^2",
-        "sum over the own tokens of a forward of d_head^2, d_head the change of the head's log pi since the tokens "
+        "sum over the own tokens of a forward of d_head^2: d_head is the change in the head's log pi since the tokens "
         "were sampled; with auxiliary.mode=occ, absent in the first update of a batch",
     ),
     "mtp_cosine": Metric(
         "1",
-        "cosine of d and d_head, the changes of log pi of the policy and of its head since the tokens were sampled; "
-        "with auxiliary.mode=occ, absent in the first update of a batch",
+        "cosine of d and d_head, the changes in the policy's and its head's log pi since the tokens were sampled; with "
+        "auxiliary.mode=occ, absent in the first update of a batch",
     ),
     "energy_mean": Metric(
         "norm^2",
-        "realized energy W_T = sum_t w_t per scored rollout, mean; w: the proxy, times the squared factor of the token "
-        "with token_weights=",
+        "realized energy W_T = sum_t w_t per scored rollout, mean; w is the proxy, with token_weights= times the "
+        "token's squared factor",
     ),
     "energy_spread": Metric("norm^2", "realized energy per scored rollout, standard deviation"),
     "total_power": Metric(
-        "reward^2 norm^2", "sum_t w_t A_t^2 per scored rollout, mean: token-diagonal power; A before token_weights="
+        "reward^2 norm^2", "token-diagonal power sum_t w_t A_t^2 per scored rollout, mean; A before token_weights="
     ),
     "verl_power": Metric(
         "reward^2 norm^2",
-        "verl's form of total_power: W_T (mean_t A_t)^2 per scored rollout, mean; equal to it for one A per rollout",
+        "verl's form of total_power: W_T (mean_t A_t)^2 per scored rollout, mean; the two agree for one A per rollout",
     ),
     "gradient_noise": Metric(
         "norm^2",
-        "measured with measure_gradient_noise=true: trace of the covariance of one prompt group's gradient, unbiased; "
-        "by two batch sizes (arXiv 1812.06162). Gradients are the loss's: with dr_grpo a group's is sum_t A_t grad log "
-        "pi_t / (group_size x max_completion_length), and the step's is the mean of its groups'",
+        "trace of the covariance of one prompt group's gradient, unbiased, from two batch sizes (arXiv 1812.06162); "
+        "with measure_gradient_noise=true. Gradients are those of the loss: with dr_grpo a group's gradient is sum_t "
+        "A_t grad log pi_t / (group_size x max_completion_length), and the step's is the mean over its groups",
     ),
     "gradient_signal": Metric(
         "norm^2",
-        "measured with measure_gradient_noise=true, as gradient_noise is: squared norm of the true gradient, unbiased, "
-        "so that it may be negative",
+        "squared norm of the true gradient, measured like gradient_noise; unbiased, so it may be negative; with "
+        "measure_gradient_noise=true",
     ),
     "verl_noise": Metric(
         "mixed", "verl's form of gradient noise: (verl_power - gradient_norm^2) / (rollouts of the step - 1)"
@@ -213,23 +210,23 @@ METRICS = {
     "seconds_sampling": Metric("s", "time spent generating the rollouts of the step, tools included"),
     "seconds_scoring": Metric("s", "time spent in reward functions"),
     "seconds_advantages": Metric(
-        "s", "time spent on score norms, baseline and advantages, with their own forward unless the loss takes it"
+        "s", "time spent on score norms, baseline and advantages, including a forward unless the loss shares its own"
     ),
-    "seconds_improvement": Metric("s", "time spent on the improvement update, if there is one"),
-    "seconds_loss": Metric(
-        "s", "rest of the step: loss forward (with the one that score norms share), backward, optimizer"
-    ),
+    "seconds_improvement": Metric("s", "time spent on the improvement update; absent without one"),
+    "seconds_loss": Metric("s", "rest of the step: loss forward (which score norms may share), backward, optimizer"),
     "seconds_step": Metric("s", "wall time of the step, without evaluations and checkpoints"),
     "peak_memory_bytes": Metric(
         "bytes",
-        "largest device memory allocated so far; on a CPU resident memory, with less of the libraries in a sweep",
+        "largest device memory allocated so far; on a CPU, resident memory, less of it from libraries in a sweep",
     ),
     "turns_mean": Metric("turns", "assistant turns per rollout, mean"),
     "tool_calls": Metric("calls", "tool calls of the step"),
     "tool_failed": Metric("share", "tool calls whose code raised an error"),
-    "tool_timed_out": Metric("share", "tool calls that ran into a limit of time, memory or output"),
+    "tool_timed_out": Metric("share", "tool calls that reached a limit of time, memory or output"),
     "tool_refused": Metric("share", "tool calls not run: malformed, over a limit, or past the last turn"),
-    "tool_seconds": Metric("s", "time that programs ran, summed over the calls; one that calls share counts for each"),
+    "tool_seconds": Metric(
+        "s", "running time of programs, summed over calls; a program that calls share counts for each"
+    ),
     "cut_by_turns": Metric("share", "rollouts ended by the turn limit"),
     "cut_by_length": Metric("share", "rollouts ended by the length limit"),
     "never_called": Metric("share", "rollouts without a tool call"),
@@ -237,7 +234,9 @@ METRICS = {
 EVALUATION_METRICS = {
     "step": Metric("1", "optimizer steps done before this evaluation"),
     "accuracy": Metric("share", "avg@k: held-out samples with reward 1, k samples per prompt"),
-    "pass_at_k": Metric("share", "of the held-out prompts with a scored sample, those with at least one of reward 1"),
+    "pass_at_k": Metric(
+        "share", "held-out prompts with at least one sample of reward 1, among prompts with a scored sample"
+    ),
     "samples": Metric("1", "k, samples per prompt"),
     "prompts": Metric("1", "held-out prompts"),
     "response_length_mean": Metric("tokens", "own tokens per sample, mean"),
@@ -245,7 +244,7 @@ EVALUATION_METRICS = {
     "own_tokens_total": Metric("tokens", "own tokens of training before this evaluation"),
     "seconds": Metric("s", "wall time of the evaluation"),
 }
-# What differs between two runs of one configuration; everything else is equal, bit for bit, on one CPU.
+# Metrics that differ between two runs of one configuration; on one CPU all others are equal, bit for bit.
 TIME_AND_MEMORY = frozenset(
     name for name in METRICS if name.startswith("seconds_") or name in ("peak_memory_bytes", "tool_seconds")
 ) | {"seconds"}
@@ -256,7 +255,7 @@ def metric_table() -> str:
     lines = [
         "# Metrics",
         "",
-        "Generated by `python -m otb.records.metric_names`. What is not measured is absent from a row.",
+        "Generated by `python -m otb.records.metric_names`. A metric that is not measured is absent from a row.",
         "",
     ]
     for title, metrics in (("metrics.jsonl", METRICS), ("evaluations.jsonl", EVALUATION_METRICS)):

@@ -469,7 +469,7 @@ def test_one_vllm_serves_sets_with_python_or_without(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for tasks in ("[gsm8k_tools,math_lvl3to5_tools]", "[aime24,amc23]"):
         planned(f"tasks={tasks}", "rollouts_by=vllm")
-    with pytest.raises(RunError, match="with and without Python, and each kind needs a vLLM of its own.*two commands"):
+    with pytest.raises(RunError, match="with and without Python, and each kind needs its own vLLM.*one command"):
         planned("tasks=[gsm8k_tools,gsm8k]", "rollouts_by=vllm")
 
 
@@ -498,14 +498,14 @@ REFUSED = {
     ("k=0",): ("k=0", "whole number >= 1", "Try k=1"),
     ("k=2.5",): ("k=2.5", "whole number >= 1"),
     ("rollouts_per_batch=0",): ("rollouts_per_batch=0", "Try rollouts_per_batch=1"),
-    ("tasks=[aime24,math50]",): ("math50 is no task", "Did you mean math500?", "Known: "),
+    ("tasks=[aime24,math50]",): ("math50 is not a task", "Did you mean math500?", "Known: "),
     ("tasks=[]",): ("tasks=[]", "Try tasks=[math500]"),
     ("tasks=[aime24]", "task=math500"): ("tasks=['aime24'] and task=", "Leave one out"),
     ("task=gsm8k", "task.eval_split=null"): ("task gsm8k", "nothing to evaluate on", "tasks=[math500]"),
     ("task=gsm8",): ("task=gsm8", "not one of the choices", "Did you mean gsm8k?"),
     ("run=nowhere",): ("run=nowhere", "is not a folder", "Give a run directory"),
-    ("run=docs",): ("run=docs", "holds no config.yaml of a run", "Give a run directory"),
-    ("run=conf",): ("run=conf", "holds no config.yaml of a run", "Give a run directory"),
+    ("run=docs",): ("run=docs", "has no run's config.yaml", "Give a run directory"),
+    ("run=conf",): ("run=conf", "has no run's config.yaml", "Give a run directory"),
     ("watch=true",): ("watch=true", "run is not set", "Add run=RUN"),
     ("watch=perhaps",): ("watch=perhaps", "true or false", "Try watch=false"),
     ("checkpoint=nowhere/step-1",): ("checkpoint=nowhere/step-1", "is not a folder", "Give RUN/checkpoints"),

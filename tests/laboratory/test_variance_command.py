@@ -125,7 +125,7 @@ def test_other_estimators_group_sizes_and_partitions_measure_nothing_again(measu
     before = times(folder)
     changed = {"group_sizes": "[4]", "estimators": "[otb]", "partitions": 3, "prompts": 2}
     printed = laboratory(log, policy, folder.parent.parent, checkpoint=runs["whole"], **changed)
-    assert times(folder) == before and "exact scores: 2 done, 2 of them before" in printed
+    assert times(folder) == before and "exact scores: 2 done, 2 of them earlier" in printed
     results = pd.read_csv(folder / "estimators.csv")
     assert list(results.estimator) == ["rloo", "energy_probe", "otb"] and (results.prompts == 2).all()
 
@@ -198,7 +198,7 @@ def test_the_command_as_typed_refuses_before_it_imports_anything_heavy(tmp_path)
 def test_too_few_prompts_are_refused_with_what_would_fit(policy, tmp_path, log):
     values = SMALL | {"model.name": policy, "runs_dir": tmp_path, "fit_steps": 4}
     code, printed = commands.run([f"{key}={value}" for key, value in values.items()], log, script="variance")
-    assert code == 2 and "need 11 prompts; the task has 10" in printed and "Traceback" not in printed
+    assert code == 2 and "need 11 prompts, but the task has 10" in printed and "Traceback" not in printed
 
 
 def test_a_policy_that_is_not_sampled_from_its_softmax_is_refused(policy, tmp_path, log):

@@ -143,9 +143,9 @@ def test_an_adapter_on_top_of_a_merged_one_is_merged_with_both(policy, adapter, 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"base_model_name_or_path": "/no/base"}, "=/no/base, which is not a folder. .* write where they are into"),
+        ({"base_model_name_or_path": "/no/base"}, "=/no/base, which is not a folder. .* write their path into"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path=None, which is not a folder"),
-        ({"peft_type": "PROMPT_TUNING"}, "peft_type=PROMPT_TUNING, and only one of LoRA .* Merge it yourself"),
+        ({"peft_type": "PROMPT_TUNING"}, "peft_type=PROMPT_TUNING, but only LoRA adapters .* Merge it yourself"),
     ],
 )
 def test_adapters_that_cannot_be_used_are_refused_before_anything_is_loaded(adapter, changed, said):

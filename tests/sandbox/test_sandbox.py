@@ -367,7 +367,7 @@ def test_a_bubblewrap_that_cannot_start_is_refused_with_its_own_words(monkeypatc
 
 
 def test_a_missing_package_is_refused():
-    with pytest.raises(SandboxFailure, match="'no_such_package' is no package"):
+    with pytest.raises(SandboxFailure, match="'no_such_package' is not a package"):
         runtime.package_binds(["no_such_package"])
 
 
@@ -448,7 +448,7 @@ def test_http_fails_where_the_server_fails(program, fusion):
 def test_http_refuses_at_the_start_where_no_server_listens():
     with pytest.raises(SandboxFailure, match="Is a SandboxFusion server running there"):
         Http("http://127.0.0.1:9").check()
-    with pytest.raises(ValueError, match="is no http address"):
+    with pytest.raises(ValueError, match="is not an http address"):
         Http("localhost:8080")
 
 

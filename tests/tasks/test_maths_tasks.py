@@ -392,7 +392,7 @@ def test_files_of_a_hub_id_are_fetched_alone_and_their_commit_is_kept(tmp_path, 
         task("some-org/some-set", **arguments, revision="nowhere").eval_dataset()
     with pytest.raises(ValueError, match=r"no data files .* that match files='test/\*.csv'.*correct task.files"):
         task("some-org/some-set", **(arguments | {"files": "test/*.csv"})).eval_dataset()
-    with pytest.raises(ValueError, match="which are one split.*Try task.eval_split=null"):
+    with pytest.raises(ValueError, match="which form one split.*Try task.eval_split=null"):
         task("some-org/some-set", files="train/*")
 
 
@@ -576,8 +576,8 @@ def test_prefetch_is_refused_offline(hub, monkeypatch, capsys):
     ("arguments", "fix"),
     [
         ([], "Give --task NAME, --dataset ID or --model ID"),
-        (["--model", "a/b", "--config", "main"], "Give --dataset ID too"),
-        (["--model", "a/b", "--files", "train/*"], "Give --dataset ID too"),
+        (["--model", "a/b", "--config", "main"], "Also give --dataset ID"),
+        (["--model", "a/b", "--files", "train/*"], "Also give --dataset ID"),
         (["--task", "math50"], "Did you mean math500?"),
         (["--model", "a/b", "--dataset", "c/d", "--revision", "v1"], "--model-revision"),
     ],
