@@ -1,6 +1,6 @@
 """Python as a tool of the policy: an environment per rollout for TRL's `environment_factory`, over a shared sandbox.
 
-TRL calls the tools of one rollout after another. `otb.methods.tool_rollouts.ToolTrainer` has already run the programs
+TRL calls the tools of one rollout after another. `otb.methods.tool_rollouts.ToolRollouts` has already run the programs
 of the turn in parallel and left each outcome here, where the call finds it. Imports no torch.
 """
 
@@ -56,7 +56,7 @@ class PythonTool:
 
     Attributes:
         use: outcomes of this rollout's calls so far.
-        outcomes: outcomes of calls that ToolTrainer has run or refused before TRL asks for them, in order.
+        outcomes: outcomes of calls that ToolRollouts has run or refused before TRL asks for them, in order.
     """
 
     def __init__(self, sandbox: Sandbox):

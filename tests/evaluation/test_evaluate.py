@@ -526,7 +526,7 @@ REFUSED = {
     ("tasks=[arithmetic,aime24]",): ("path='HuggingFaceH4/aime_2024'", "not in the cache", "prefetch.py --dataset"),
     ("model=qwen2.5-7b",): ("model.name=Qwen/Qwen2.5-7B", "not in the cache", "prefetch.py --model Qwen/Qwen2.5-7B"),
     ("rollouts_by.sleep=true",): ("rollouts_by.sleep=true", "would ignore it", "Add rollouts_by=vllm"),
-    ("task.eval_prompts=0",): ("task.eval_prompts=0", "outside 1..1024"),
+    ("task.eval_prompts=0",): ("task.eval_prompts=0", "must be 1 to 1024"),
 }
 
 
