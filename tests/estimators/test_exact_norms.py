@@ -1,4 +1,4 @@
-"""Exact score norms against loops over single tokens, against finite differences, and under LoRA."""
+"""Compares exact score norms with loops over single tokens and with finite differences, also under LoRA."""
 
 import copy
 
@@ -19,7 +19,7 @@ def model(untrained):
 
 @pytest.fixture
 def batch():
-    """ids, attention mask, own tokens (3, 12): left and right padding, a tool span, a rollout without own tokens."""
+    """Returns ids, attention mask, own tokens (3, 12), with padding on both sides, a tool span, a row without own tokens."""
     ids = torch.randint(0, 400, (3, 12), generator=torch.Generator().manual_seed(1))
     attention_mask, own = torch.ones(3, 12, dtype=torch.long), torch.zeros(3, 12, dtype=torch.bool)
     attention_mask[0, :2] = attention_mask[0, 10:] = 0
@@ -28,7 +28,7 @@ def batch():
 
 
 def token_scores(model, ids, attention_mask, own, row):
-    """(T, n): d log pi_t / d parameters, a backward per own token, on the whole padded row with its mask."""
+    """Returns d log pi_t / d parameters, (T, n), with a backward per own token on the padded row with its mask."""
     parameters, found = [p for p in model.parameters() if p.requires_grad], []
     for position in own[row].nonzero().flatten().tolist():
         positions = (attention_mask[row].cumsum(0) - 1).clamp(min=0).unsqueeze(0)
@@ -43,7 +43,7 @@ def token_scores(model, ids, attention_mask, own, row):
 def lora(model):
     wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
     for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:  # zeros at the start, which would leave half of the score 0
+        if "lora_B" in name:  # initially zero, which would make half of the score 0
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
     return wrapped.eval()
 

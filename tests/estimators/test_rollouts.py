@@ -1,4 +1,4 @@
-"""What holds the rollouts of a step: refused where rows do not fit, and the states at their tokens."""
+"""Tests RolloutGroups and TokenStates: shapes that do not fit are refused, and tensors of different widths joined."""
 
 import pytest
 import torch
@@ -35,4 +35,4 @@ def test_a_field_that_the_baseline_did_not_declare_is_refused_with_the_declarati
 def test_chunks_are_joined_and_padded_with_0_to_the_widest():
     chunks = [torch.ones(1, 2, 2), torch.ones(2, 1, 2)]
     assert joined(chunks, dim=1)[:, :, 0].tolist() == [[1, 1], [1, 0], [1, 0]]
-    assert joined([torch.ones(2), torch.zeros(1)], dim=1).tolist() == [1, 1, 0]  # without that dimension
+    assert joined([torch.ones(2), torch.zeros(1)], dim=1).tolist() == [1, 1, 0]  # no dimension 1

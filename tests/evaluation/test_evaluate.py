@@ -1,4 +1,4 @@
-"""`python experiments/evaluate.py`: what it leaves, that no kill changes a sample, and what it refuses."""
+"""Tests `python experiments/evaluate.py`: its output, that no kill changes a sample, and its refusals."""
 
 import json
 import os
@@ -38,14 +38,14 @@ def log(tmp_path_factory):
 
 
 def arguments(folder, policy, **changed) -> list[str]:
-    """Arguments of a small evaluation; `changed` with `__` for a dot; None leaves a key out."""
+    """Returns the arguments of a small evaluation. Keys of `changed` have `__` for a dot; None removes a key."""
     values = SMALL | {"model.name": policy, "evaluations_dir": folder}
     values |= {key.replace("__", "."): value for key, value in changed.items()}
     return [f"{key}={value}" for key, value in values.items() if value is not None]
 
 
 def evaluated(log, folder, policy, **changed) -> str:
-    """The command to its end -> what it printed."""
+    """Runs the command to its end and returns its output."""
     code, printed = commands.run(arguments(folder, policy, **changed), log, script="evaluate")
     assert code == 0, printed
     return printed
@@ -58,7 +58,7 @@ def the_evaluation(folder) -> EvaluationFolder:
 
 @pytest.fixture(scope="module")
 def uninterrupted(policy, tmp_path_factory, log):
-    """The evaluation that others must equal, and what the command printed."""
+    """Returns the evaluation that others must equal, and the command's output."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     printed = evaluated(log, folder, policy)
     return the_evaluation(folder), printed
@@ -69,7 +69,7 @@ def assert_same_samples(mine: EvaluationFolder, other: EvaluationFolder) -> None
         assert getattr(mine, name).read_bytes() == getattr(other, name).read_bytes(), name
 
 
-# ---- what it leaves
+# ---- output
 
 
 def test_every_sample_is_kept_and_the_results_are_those_counted_from_them(uninterrupted):
@@ -135,14 +135,14 @@ def test_other_seeds_temperatures_batches_and_limits_are_other_evaluations(unint
 
 
 def kill_in_its_second_batch(given: list[str], log, hold: Hold) -> None:
-    """hold: at "reward 2", where the first batch is kept and the second one is drawn."""
+    """Kills an evaluation. hold: "reward 2" is the moment when the first batch is kept and the second is drawn."""
     process = commands.start(given, log, script="evaluate", **hold.environment)
     os.kill(hold.wait(process), signal.SIGKILL)
     process.join()
 
 
 def test_an_evaluation_killed_at_any_moment_goes_on_bit_for_bit(uninterrupted, policy, tmp_path, log):
-    """Between batches, and inside of a batch as if the kill had fallen between two lines or into one."""
+    """Kills come between batches, and inside a batch between two lines or within a line."""
     expected, _ = uninterrupted
     lines = expected.samples_file.read_bytes().splitlines(keepends=True)
     given = arguments(tmp_path, policy)
@@ -169,7 +169,7 @@ def test_a_second_command_is_refused_while_the_first_one_writes(policy, tmp_path
 
 
 def test_two_processes_draw_what_one_draws(uninterrupted, policy, tmp_path):
-    """Three batches: the second process draws the last one for nothing."""
+    """Of three batches, the second process draws the last one in vain."""
     expected, _ = uninterrupted
     first, second = commands.run_two(arguments(tmp_path, policy), tmp_path / "log", script="evaluate")
     assert first[0] == second[0] == 0, first[1] + second[1]
@@ -205,7 +205,7 @@ def test_batches_hold_every_sample_once_and_are_of_one_size(problems, samples, r
         assert {len(rows) for rows, _ in drawn} == {batches.size // parts}
         assert [pair for rows, count in drawn for pair in rows[:count]] == expected
     rounds = [batches.pairs(batch) for batch in range(batches.count(samples))]
-    assert pairs[: len(rounds)] == rounds  # a larger k only adds
+    assert pairs[: len(rounds)] == rounds  # a larger k only adds pairs
 
 
 def test_seeds_of_batches_differ_by_seed_task_and_batch():
@@ -231,7 +231,7 @@ def test_lines_that_are_not_the_next_sample_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(policy, tmp_path_factory, log):
-    """name -> a run of four steps with two checkpoints or more: of the whole policy, and of an adapter."""
+    """Returns name -> a run of four steps with at least two checkpoints that trained the whole policy or an adapter."""
     found = {}
     for name, changed in (("whole", {}), ("adapter", {"model__lora__r": 2})):
         runs_dir = tmp_path_factory.mktemp(name)
@@ -243,7 +243,7 @@ def runs(policy, tmp_path_factory, log):
 
 
 def of_run(folder, run, **changed) -> list[str]:
-    """Arguments: task and model are the run's own."""
+    """Returns arguments that leave task and model to the run."""
     own = dict.fromkeys(("task___target_", "task__max_completion_length"))
     return arguments(folder, None, **(own | {"run": run.path, "task__eval_prompts": 5} | changed))
 
@@ -287,7 +287,7 @@ def test_an_adapter_is_loaded_once_for_all_tasks(runs, policy, monkeypatch):
 
 
 def test_two_processes_draw_of_a_run_what_one_draws(runs, tmp_path, log):
-    """The first one holds each checkpoint, and both load it in the place of the one before."""
+    """The first process holds each checkpoint, and both processes replace the previous one's weights with it."""
     run = runs["adapter"]
     assert commands.run(of_run(tmp_path / "one", run), log, script="evaluate")[0] == 0
     first, second = commands.run_two(of_run(tmp_path / "two", run), tmp_path / "log", script="evaluate")
@@ -492,7 +492,7 @@ def test_training_rows_need_not_be_there_for_an_evaluation(tmp_path):
         check_files(planned(*given[:-1], "++task.evaluation.path=/elsewhere"))
 
 
-# ---- what is refused
+# ---- refusals
 
 REFUSED = {
     ("k=0",): ("k=0", "whole number >= 1", "Try k=1"),

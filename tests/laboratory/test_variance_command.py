@@ -1,4 +1,4 @@
-"""`python experiments/variance.py`: what it leaves, that it measures nothing twice, and what it refuses."""
+"""Tests `python experiments/variance.py`: its output, that it measures nothing twice, and its refusals."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def log(tmp_path_factory):
 
 
 def laboratory(log, policy, runs_dir, quick=True, **changed) -> str:
-    """The command to its end -> what it printed. `changed` with `__` for a dot."""
+    """Runs the command to its end and returns its output. Keys of `changed` have `__` for a dot."""
     values = SMALL | {"model.name": policy, "runs_dir": runs_dir}
     values |= {key.replace("__", "."): value for key, value in changed.items()}
     given = [f"{key}={value}" for key, value in values.items()]
@@ -60,7 +60,7 @@ def times(folder) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def runs(policy, tmp_path_factory, log):
-    """name -> checkpoint of a run of two steps: of the whole policy, and of an adapter."""
+    """Returns name -> checkpoint of a run of two steps that trained the whole policy or an adapter."""
     found = {}
     for name, changed in (("whole", {}), ("adapter", {"model__lora__r": 2})):
         runs_dir = tmp_path_factory.mktemp(name)
@@ -73,7 +73,7 @@ def runs(policy, tmp_path_factory, log):
 
 @pytest.fixture(scope="module")
 def measured(policy, runs, tmp_path_factory, log):
-    """The folder of a measurement of a checkpoint, and what the command printed."""
+    """Returns the folder with the measurement of a checkpoint, and the command's output."""
     runs_dir = tmp_path_factory.mktemp("measured")
     printed = laboratory(log, policy, runs_dir, quick=False, checkpoint=runs["whole"])
     return the_folder(runs_dir), printed
@@ -107,7 +107,7 @@ def test_measurement_of_a_checkpoint_leaves_its_tables_and_figures_and_names_eve
 
 
 def test_what_is_missing_is_measured_again_to_the_digit_and_what_is_there_is_left_alone(measured, policy, runs, log):
-    """As after a kill: a file bears its name when it is whole."""
+    """This is the state after a kill, because only complete files have their final names."""
     folder, _ = measured
     results, before = (folder / "estimators.csv").read_bytes(), times(folder)
     missing = ["judged-0001-8.npz", "fit-0002-4.npz", *(name for name in before if name.startswith("oracle"))]
@@ -132,7 +132,7 @@ def test_other_estimators_group_sizes_and_partitions_measure_nothing_again(measu
 
 @pytest.mark.parametrize("trained", [True, False], ids=["of a run", "fresh"])
 def test_adapter_is_measured_in_its_own_parameters(policy, runs, tmp_path, log, trained):
-    """A fresh one is drawn once and kept: its B is 0 and only B has a gradient."""
+    """A fresh adapter is drawn once and kept; its B is 0, and only B has a gradient."""
     changed = {"checkpoint": runs["adapter"]} if trained else {"model__lora__r": 2}
     laboratory(log, policy, tmp_path, prompts=2, oracle__prompts=0, group_sizes="[2]", estimators="otb", **changed)
     folder = the_folder(tmp_path)
@@ -159,7 +159,7 @@ def test_a_measurement_is_of_the_weights_and_of_the_sandbox_where_programs_run(p
     assert found(*tools, "sandbox.workers=2") == found(*tools) != found(*tools, "sandbox.limits.wall_seconds=9")
 
 
-# ---- what is refused
+# ---- refusals
 
 REFUSED = {
     "group_sizes=[4,80]": ("group_sizes=[4, 80]", "samples / 2 = 64", "Try group_sizes=[4,8]"),

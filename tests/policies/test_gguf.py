@@ -1,4 +1,4 @@
-"""GGUF files: unpacked once to the weights that they hold, into a folder like any other; refused with the fix."""
+"""Tests GGUF files: they are unpacked once, into an ordinary folder with the right weights, or refused with a fix."""
 
 import json
 
@@ -43,7 +43,7 @@ def gguf_name(name: str) -> str:
 
 
 def for_llama_cpp(name: str, weight: np.ndarray) -> np.ndarray:
-    """Queries and keys with the halves of each head interleaved, as llama.cpp turns them."""
+    """Returns query and key weights with the halves of each head interleaved, as in llama.cpp."""
     heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
     if heads is None:
         return weight
@@ -59,7 +59,7 @@ def from_llama_cpp(name: str, weight: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """A folder with a Llama of two layers in eight bits -> folder, the weights that it stands for."""
+    """Returns a folder with an eight-bit Llama of two layers, and the weights that it encodes."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf (extra gguf)")
     folder = tmp_path_factory.mktemp("gguf")
     torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_tokenizer_and_template_come_from_the_file(packed, unpacked):
 
 
 def test_the_folder_is_ordinary_and_says_what_it_was_made_from(packed, unpacked, tmp_path):
-    """Checkpoints are written from this model: transformers refuses to save one that it knows as quantised."""
+    """Checkpoints are saved from this model, and transformers refuses to save a model marked as quantised."""
     model = AutoModelForCausalLM.from_pretrained(unpacked)
     model.save_pretrained(tmp_path / "checkpoint")
     assert "quantization_config" not in json.loads((tmp_path / "checkpoint" / "config.json").read_text())

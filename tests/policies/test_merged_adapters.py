@@ -1,4 +1,4 @@
-"""Folders of adapters, such as checkpoints of a run with LoRA: merged into their base once, refused with the fix."""
+"""Tests folders of adapters, such as checkpoints of a LoRA run: merged into their base once, or refused with a fix."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def adapter(policy, tmp_path, cache):
-    """Folder of an adapter of the tiny policy that changes it: B is drawn, not 0. Holds no tokenizer."""
+    """Returns the folder of an adapter that changes the tiny policy: B is random, not 0. It has no tokenizer."""
     folder, base = tmp_path / "adapter", load_model(str(policy), None, "float32")
     model = get_peft_model(base, LoraConfig(r=2, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def logits(model) -> torch.Tensor:
 
 
 def change(file, **values) -> None:
-    """Sets keys of a file of JSON."""
+    """Sets keys of a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
@@ -70,7 +70,7 @@ def test_an_adapter_is_merged_to_the_policy_that_it_makes_of_its_base(policy, ad
 
 @pytest.mark.parametrize(("command", "model"), [("run", "adapter"), ("run", "tiny"), ("evaluate", "tiny")])
 def test_several_processes_have_a_whole_folder_before_they_are_a_group(command, model, adapter, tmp_path, monkeypatch):
-    """In a group rank 1 would write one without weights, and under ZeRO-3 wait for ever for rank 0 to load, too."""
+    """In a process group, rank 1 would write a folder without weights; with ZeRO-3 it would wait forever for rank 0."""
     whole = []
 
     def begin_group(*given, **options):
@@ -132,7 +132,7 @@ def test_the_merged_folder_says_what_it_was_made_from(policy, adapter):
 
 
 def test_an_adapter_on_top_of_a_merged_one_is_merged_with_both(policy, adapter, tmp_path):
-    """Whatever wrote the second one may name the first one's own folder as its base."""
+    """The second adapter may name the first adapter's folder as its base."""
     second = tmp_path / "second"
     shutil.copytree(adapter, second)
     change(second / "adapter_config.json", base_model_name_or_path=str(adapter))
@@ -176,7 +176,7 @@ def test_an_adapter_that_its_base_has_no_place_for_is_refused(policy, adapter):
 
 
 def test_an_adapter_whose_file_lacks_weights_is_refused(adapter):
-    """peft would leave them as they are drawn: the policy of the base, without a word of ours."""
+    """peft would keep their initial values, which change nothing: the base would silently be the policy."""
     file = adapter / "adapter_model.safetensors"
     save_file(dict(list(load_file(file).items())[1:]), file, {"format": "pt"})
     with pytest.raises(RunError, match="cannot be merged into .*: UserWarning: Found missing adapter keys"):
@@ -198,7 +198,7 @@ def test_the_planner_counts_the_architecture_of_the_base(policy, adapter):
 
 
 def test_the_best_checkpoint_of_a_run_with_lora_is_a_model_for_another_run(policy, tmp_path):
-    """It begins with the accuracy that the first run measured there, its draws being the same."""
+    """With the same draws, it begins with the accuracy that the first run measured at that checkpoint."""
     sizes = {"task__eval_prompts": 32, "evaluation__every": 1, "checkpoint_every": 1, "steps": 2, "learning_rate": 0.03}
     given = commands.arguments(tmp_path / "first", model__name=policy, model__lora__r=2, **sizes)
     code, printed = commands.run(given, tmp_path / "log")
@@ -215,4 +215,4 @@ def test_the_best_checkpoint_of_a_run_with_lora_is_a_model_for_another_run(polic
     facts = json.loads(second.environment_file.read_text())
     assert facts["model_made_from"]["adapter"] == str(best)
     assert facts["model_made_from"]["base"]["model"] == str(policy)
-    assert (second.checkpoint(2) / "config.json").exists()  # the whole policy is trained, and no adapter
+    assert (second.checkpoint(2) / "config.json").exists()  # the whole policy is trained, not an adapter

@@ -1,7 +1,7 @@
-"""A real pre-trained model in the trainer: opt in with OTB_REAL_MODEL=FOLDER, a folder of transformers files.
+"""Tests a real pre-trained model in the trainer, if OTB_REAL_MODEL=FOLDER names a folder of transformers files.
 
-Any causal model with a chat template serves that has room in memory for its weights four times over in float32;
-docs/real_model.md says where SmolLM2-135M comes from. About a minute with it on two cores.
+Any causal model with a chat template will do, if memory holds four times its weights in float32. docs/real_model.md
+says where to get SmolLM2-135M, which takes about a minute on two cores.
 """
 
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Measuring(RecordingTrainer):
-    """Keeps log pi and w of every generation beside those from full logits in float64."""
+    """Keeps log pi and w of every generation, and the same values from full logits in float64."""
 
     def __init__(self, *args, **kwargs):
         self.measured = []

@@ -1,4 +1,4 @@
-"""The supervised warm start: what enters the loss, what is learned, and the command that writes a policy."""
+"""Tests the supervised warm start: what enters the loss, what is learned, and the command that writes a policy."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def model(tokenizer):
 
 @pytest.mark.parametrize("kind", ["the tiny tokenizer", "end token pads", "begins every text"])
 def test_only_the_solution_and_its_end_enter_the_loss(tmp_path, tokenizer, model, kind):
-    """Against the masks of the tiny policy's own warm start; TRL adds the line break behind the end of a turn."""
+    """The masks equal those of the tiny policy's own warm start, but TRL adds the line break after a turn."""
     changed = copy.deepcopy(tokenizer)
     if kind == "end token pads":
         changed.pad_token = changed.eos_token
@@ -69,7 +69,7 @@ TOOLS = [get_json_schema(PythonTool(None).python)]
 
 def with_tools(n: int) -> list[list[dict]]:
     chats = ArithmeticTools(instruction="Add up.").demonstrations(seed=0, n=n)
-    return [chat[1:] for chat in chats]  # without the tiny policy's own notice of tools
+    return [chat[1:] for chat in chats]  # without the tiny policy's system message about tools
 
 
 @pytest.mark.parametrize("template", [None, "qwen2_5", "qwen3"])
@@ -105,7 +105,7 @@ def test_a_template_that_does_not_tell_turns_apart_is_refused(tokenizer, model):
 def test_the_loss_of_a_step_is_the_mean_over_its_learned_tokens(tokenizer, model):
     batch = encode([[*chat[:-1], chat[-1]] for chat in CHATS], tokenizer)
     labels = batch.pop("labels")
-    after = (labels == tokenizer.eos_token_id).nonzero()  # and TRL's line break behind the end of the turn
+    after = (labels == tokenizer.eos_token_id).nonzero()  # TRL also learns the line break after the turn
     for row, column in after.tolist():
         labels[row, column + 1] = batch["input_ids"][row, column + 1]
     with torch.no_grad():

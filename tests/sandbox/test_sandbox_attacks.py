@@ -1,4 +1,4 @@
-"""Hostile programs, each with the status it must end with; afterwards the caller stands and nothing is left behind."""
+"""Runs hostile programs: each must end with a given status, leave the caller unharmed and leave nothing behind."""
 
 import os
 import socket
@@ -16,12 +16,12 @@ REFUSED = "assert ctypes.get_errno() == 1, ctypes.get_errno()\n"  # EPERM
 
 
 def refused(call):
-    """A C call that must fail with EPERM."""
+    """Returns a program whose C call must fail with EPERM."""
     return f"{LIBC}assert libc.{call} == -1\n{REFUSED}print('refused')"
 
 
 def absent(path):
-    """A file that must not be there, or not be readable."""
+    """Returns a program that fails if a file can be read."""
     return f"try: print(open({path!r}, 'rb').read())\nexcept OSError: print('refused')"
 
 
@@ -36,7 +36,7 @@ ATTACKS = {
     ),
     "thread bomb": (
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()",
-        "timeout",  # the 31 threads that came to be are no daemons: the end waits for them
+        "timeout",  # the 31 threads that started are not daemons, so the program waits for them
         None,
     ),
     "memory bomb": ("x = b'x'\nwhile True: x += x", "memory", None),
@@ -336,7 +336,7 @@ def sandbox():
 
 @pytest.fixture(scope="module")
 def server():
-    """A server on this machine's loopback that counts its visitors."""
+    """Runs a server on the loopback interface that counts its visitors."""
     visitors = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -370,7 +370,7 @@ def test_an_attack_ends_with_its_status_and_leaves_nothing(name, sandbox, server
     assert "s3cr3t" not in result.text and not visitors
     assert len(result.stdout) <= limits.output_characters + 30 and len(result.error) <= limits.output_characters + 100
     assert all(c.isprintable() or c in "\n\t\N{REPLACEMENT CHARACTER}" for c in result.text)
-    assert descendants(os.getpid()) == before  # the broker, bubblewrap and the runner: no more, no fewer, the same
+    assert descendants(os.getpid()) == before  # exactly the same broker, bubblewrap and runner
 
 
 def test_the_sandbox_still_works_after_the_attacks(sandbox):

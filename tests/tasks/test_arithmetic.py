@@ -1,4 +1,4 @@
-"""The arithmetic task: disjoint sets, a reward that junk cannot break, demonstrations whose errors ramble."""
+"""Tests the arithmetic task: disjoint sets, a reward that junk cannot break, demonstrations that ramble."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_yaml_holds_the_defaults_of_the_signature():
 
 @pytest.mark.parametrize("task", ["arithmetic", "arithmetic_tools"])
 def test_models_other_than_the_tiny_one_are_told_what_a_sum_asks_for(task):
-    """The tiny policy's prompts are the bare sums that they always were; a run and its evaluation agree."""
+    """Prompts of the tiny policy are bare sums; a run and its evaluation agree."""
     tasks = {}
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for model in ("tiny", "smollm2-135m"):

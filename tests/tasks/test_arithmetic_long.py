@@ -1,4 +1,4 @@
-"""The long arithmetic tasks: stages that go wrong and are mended, lengths with a tail, replies as Python gives them."""
+"""Tests the long arithmetic tasks: mistakes and repairs, lengths with a tail, replies that equal Python's."""
 
 import inspect
 import re
@@ -93,7 +93,7 @@ def test_python_replies_to_a_demonstrated_call_what_python_would():
                 calls += 1
     assert SHOWN / 2 < calls < 3 * SHOWN
     most = max(sum("tool_calls" in message for message in chat) for chat in chats)
-    assert most == ArithmeticLongTools().max_turns - 2  # so that a turn is left when the last one answers
+    assert most == ArithmeticLongTools().max_turns - 2  # leaves a turn for the answer
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -1,4 +1,4 @@
-"""Maths tasks: row formats, prompts, splits, errors before a model loads, rewards, provenance; and prefetching."""
+"""Tests maths tasks: row formats, prompts, splits, errors before a model loads, rewards, provenance, prefetching."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ VERL = [{"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"grou
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    """Data sets prepared by a test stay in its folder."""
+    """Keeps data sets that a test prepares in the test's folder."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -52,7 +52,7 @@ def gsm8k_folder(folder: Path, rows: list[dict] = GSM8K) -> Path:
 
 
 def task(path, **arguments) -> Maths:
-    """A GSM8K-like task with some arguments replaced."""
+    """Returns a GSM8K-like task with some arguments replaced."""
     usual = dict(
         name="little",
         question_column="question",
@@ -66,7 +66,7 @@ def task(path, **arguments) -> Maths:
 
 
 def composed(*overrides: str):
-    """The task node of the shipped configuration files."""
+    """Returns the task node of the shipped configuration files."""
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(str(CONF), version_base=None):
@@ -187,7 +187,7 @@ def test_rewards_come_from_the_last_assistant_message_alone(tmp_path):
 
 
 def broken(folder: Path, case: str) -> Maths:
-    """A task that has to be refused."""
+    """Returns a task that must be refused."""
     good = gsm8k_folder(folder / "gsm8k")
     unanswered = [*GSM8K, {"question": "What?", "answer": ""}, {"question": "Why?", "answer": "no mark"}]
     (folder / "empty").mkdir()
@@ -294,7 +294,7 @@ def test_evaluation_on_the_file_that_is_trained_on_is_refused(tmp_path):
 
 
 def test_repeated_rows_are_one_row_the_first_of_them(tmp_path):
-    """The last row is the first one again, once its blanks are gone; the same question with another answer stays."""
+    """The last row equals the first except for blanks; the same question with another answer is kept."""
     again = {"question": " Two and two?", "answer": "#### 4"}
     other = {"question": "Two and two?", "answer": "#### four"}
     path = write_jsonl(tmp_path / "rows.jsonl", [*GSM8K, GSM8K[1], other, GSM8K[1], again])
@@ -306,7 +306,7 @@ def test_repeated_rows_are_one_row_the_first_of_them(tmp_path):
 
 
 def test_first_rows_of_any_columns_are_those_of_a_naive_loop():
-    """Chats of different lengths, missing cells on every level, numbers; in chunks."""
+    """Rows have chats of different lengths, missing cells at every level, and numbers; tables have several chunks."""
     draw = random.Random(3)
 
     def cell(depth: int):
@@ -329,11 +329,11 @@ def test_first_rows_of_any_columns_are_those_of_a_naive_loop():
     assert first_of_equal([chats, answers]).tolist() == first
 
 
-# ---- sets whose files do not tell their splits
+# ---- sets whose file names do not show their splits
 
 
 def dpao_folder(folder: Path) -> Path:
-    """The layout of DPAO_filter: parts that disagree in a side column, and two test files."""
+    """Returns a folder like DPAO_filter: parts that differ in an unused column, and two test files."""
     import pyarrow.parquet as pq
 
     def write(name: str, questions: list[str], side: list) -> None:
@@ -504,7 +504,7 @@ def test_real_rows_load_through_the_shipped_task_files(name, evaluation, train_r
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub that records what is fetched from it, and has nothing named `absent/...`."""
+    """Returns a list of everything fetched from a fake hub, which has nothing named `absent/...`."""
     import datasets
     import huggingface_hub
 

@@ -1,4 +1,4 @@
-"""What every task must do, for those of conf/task whose rows are here: a task that is added is tested unasked."""
+"""Tests what every task must do, for all tasks of conf/task whose rows are here, including tasks added later."""
 
 import json
 from collections.abc import Iterable
@@ -24,13 +24,13 @@ FEW = 8  # rows whose answers are graded
 
 
 def configured(name: str):
-    """The task of conf/task/NAME.yaml, as for model=tiny."""
+    """Returns the task of conf/task/NAME.yaml, configured for model=tiny."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return build(compose(overrides=[f"+task={name}"]), "task")
 
 
 def tasks_with_rows_here() -> list[str]:
-    """Names in conf/task, without those that read a data set of the hub, which is not asked, or one that is missing."""
+    """Returns the names in conf/task, except tasks that read the hub or a missing local file."""
     GlobalHydra.instance().clear()
     here = []
     for name in sorted(path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")):
@@ -54,7 +54,7 @@ def task(name):
 
 
 def asked(messages: Iterable[dict]) -> str:
-    """What the user said last."""
+    """Returns the user's last message."""
     return [message["content"] for message in messages if message["role"] == "user"][-1]
 
 
@@ -104,12 +104,12 @@ def test_tasks_that_need_no_data_set_are_among_those_tested():
     assert {"arithmetic", "arithmetic_tools"} <= set(HERE)
 
 
-# ---- what a run refuses, and what it only says
+# ---- refusals and notes of a run
 
 
 @dataclass(frozen=True)
 class Overlapping(Arithmetic):
-    """Trains on all problems that it is evaluated on, and on others."""
+    """A task that trains on all its evaluation problems, and on others."""
 
     def train_dataset(self):
         rows = [*super().train_dataset().select(range(3)), *self.eval_dataset()]
@@ -130,7 +130,7 @@ def test_a_task_made_in_code_that_trains_on_a_held_out_prompt_is_refused_with_th
 
 
 def test_a_data_set_with_a_held_out_prompt_among_its_training_prompts_is_loaded_with_a_note(tmp_path):
-    """Its rows are other people's: a note says how many, and the run goes on."""
+    """Such rows are not ours to change: a note says how many there are, and the run continues."""
     both, questions = {"question": "What is 1 + 1?", "answer": "2"}, ("What is 2 + 2?", "What is 3 + 3?")
     train = [*({"question": question, "answer": "4"} for question in questions), both]
     for split, rows in (("train", train), ("test", [{"question": "What is 1 + 2?", "answer": "3"}, both])):

@@ -1,4 +1,4 @@
-"""The Python environment, the tools task of the tiny policy, and maths tasks with turns: before any training."""
+"""Tests the Python environment, the tiny policy's task with tools, and maths tasks with turns, without training."""
 
 import inspect
 import json
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rewards(task, chats):
-    """Of demonstrations, by the task's own reward."""
+    """Returns the task's rewards of its own demonstrations."""
     answers = [str(running_totals(chat[1]["content"])[-1]) for chat in chats]
     return task.reward([chat[2:] for chat in chats], answers)
 
