@@ -1,4 +1,4 @@
-"""Trains a policy on a task's own solutions, so that a policy that never solved the task solves it now and then.
+"""Trains a policy on a task's own solutions until it solves the task now and then, so that RL can improve it.
 
 python experiments/warm_start.py model.name=FOLDER task=arithmetic output=models/warm
 python experiments/warm_start.py model.name=OWNER/NAME task=gsm8k task.solution_column=answer output=models/warm

@@ -1,4 +1,4 @@
-"""Turns a baseline into advantages: (return - baseline) / scale on own tokens, 0 elsewhere. Called by the trainer."""
+"""Turns a baseline into advantages: (return - baseline) / scale on own tokens, 0 elsewhere. The trainer calls it."""
 
 from __future__ import annotations
 

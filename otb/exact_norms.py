@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from otb.errors import RunError
 
 MOST_PARAMETERS = 50_000_000  # trainable ones
-NUMBERS_AT_ONCE = 32_000_000  # held together by the scores of one chunk: 128 MB in float32
+NUMBERS_AT_ONCE = 32_000_000  # in the scores of one chunk: 128 MB in float32
 
 
 class TooManyParameters(RunError, ValueError):
@@ -89,7 +89,10 @@ def squared_norms(vectors: list[Tensor]) -> Tensor:
 
 
 def own_log_probs(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float) -> Tensor:
-    """Returns log pi of one rollout's own tokens, with a graph. ids, attention_mask, own (L,) -> (T,) float32 or 64."""
+    """Returns log pi of one rollout's own tokens, with a graph.
+
+    ids, attention_mask, own (L,) -> (T,), float32 or float64.
+    """
     kept = attention_mask.bool()
     ids, own = ids[kept], own[kept]
     if not own.any():
@@ -106,7 +109,7 @@ def rows_at_once(parameters: list[Tensor]) -> int:
 
 
 def trainable(model) -> list[Tensor]:
-    """Returns the parameters with requires_grad. Raises TooManyParameters if there are too many, or none."""
+    """Returns the parameters with requires_grad. Raises TooManyParameters if there are none or too many."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in parameters)
     if not 0 < numbers <= MOST_PARAMETERS:

@@ -16,7 +16,7 @@ from experiments.evaluation.policies_of import Plan
 
 
 def report(plan: Plan) -> None:
-    """Prints the plan's complete evaluations, including those of checkpoints that no longer exist."""
+    """Prints the plan's complete evaluations, including evaluations of deleted checkpoints."""
     k, found = plan.cfg.k, []
     for task in plan.configurations:
         folder = plan.folder_of_all(task)

@@ -123,7 +123,7 @@ class Plan:
         return not all(self.folder(*pair).has(self.cfg.k) for pair in pairs)
 
     def with_tools(self) -> DictConfig:
-        """Returns the configuration for opening the sandbox: that of the first task with tools, if there is one."""
+        """Returns the configuration for opening the sandbox: the first with tools, if there is one."""
         configurations = list(self.configurations.values())
         return next((cfg for cfg in configurations if uses_tools(cfg)), configurations[0])
 

@@ -25,7 +25,7 @@ class Value:
 
     learning_rate: Adam's. Adam moves every coordinate of the head by about this much in a step, so V moves by d times
         as much and a wide model needs a smaller rate. The default suits the tiny policy (d = 96): within 10 steps the
-        loss equals that of a head fitted in closed form.
+        loss is as low as with a head fitted in closed form.
     epochs: Adam steps per training step, each on the gradient of all the step's own tokens.
 
     Unbiased: V_t is a function of the prefix before token t and of earlier steps, and E[s_t | prefix] = 0. The head

@@ -1,7 +1,7 @@
 """MiMo-7B (arXiv 2505.07608): Qwen2 with a multi-token-prediction head, for which transformers has no class.
 
 After this file is imported, transformers loads MiMo as Qwen2, without code from the hub, and silently drops the head's
-weights; `shipped_head` reads them separately. The names and the order of the head's parts are those of vLLM's
+weights; `shipped_head` reads them separately. The names and the order of the head's parts follow vLLM's
 mimo_mtp.py. The head reads the states before the policy's final norm, as vLLM's mimo.py shows: it applies that norm
 only before the LM head.
 """

@@ -165,8 +165,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads the policy's weights. Raises RunError if they cannot be loaded.
 
-    dtype: "float32" or "bfloat16". attn_implementation: "sdpa", "flash_attention_2" or another of transformers; None
-    for its default.
+    dtype: "float32" or "bfloat16". attn_implementation: "sdpa", "flash_attention_2" or another name in transformers;
+    None for its default.
     """
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:

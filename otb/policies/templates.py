@@ -69,8 +69,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def stop_at_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Makes the token that ends a turn the tokenizer's end token, and returns whether this changed it.
 
-    TRL stops at the tokenizer's end token and at those of the model's generation configuration, so the model's own end
-    token still ends a rollout. A tokenizer without a padding token keeps padding with its old end token.
+    TRL stops at the tokenizer's end token and at all end tokens of the model's generation configuration, so the model's
+    own end token still ends a rollout. A tokenizer without a padding token keeps padding with its old end token.
     """
     end = end_of_turn(tokenizer)
     if end is None or end == tokenizer.eos_token_id:

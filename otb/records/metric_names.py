@@ -30,7 +30,7 @@ METRICS = {
     "grade_wrong": Metric("share", "rollouts with a readable answer that differs from the reference; maths tasks only"),
     "grade_unparsable": Metric("share", "rollouts without a final answer, or with an unreadable one; maths tasks only"),
     "grade_timeout": Metric("share", "rollouts whose grader ran out of time; unscored; maths tasks only"),
-    "grade_error": Metric("share", "rollouts whose grader failed otherwise; unscored; maths tasks only"),
+    "grade_error": Metric("share", "rollouts whose grader failed for another reason; unscored; maths tasks only"),
     "response_length_mean": Metric("tokens", "own tokens per rollout, mean"),
     "response_length_max": Metric("tokens", "own tokens per rollout, largest"),
     "equal_reward_groups": Metric("share", "prompt groups whose scored rollouts all have the same reward"),
@@ -196,7 +196,7 @@ METRICS = {
     "gradient_noise": Metric(
         "norm^2",
         "trace of the covariance of one prompt group's gradient, unbiased, from two batch sizes (arXiv 1812.06162); "
-        "with measure_gradient_noise=true. Gradients are those of the loss: with dr_grpo a group's gradient is sum_t "
+        "with measure_gradient_noise=true. The gradients are the loss's: with dr_grpo a group's gradient is sum_t "
         "A_t grad log pi_t / (group_size x max_completion_length), and the step's is the mean over its groups",
     ),
     "gradient_signal": Metric(

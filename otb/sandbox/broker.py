@@ -43,7 +43,7 @@ def drop_root(setup):
     """
     ms_bind, ms_rec, ms_private, clone_newns = 4096, 16384, 1 << 18, 0x00020000
     libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
-    refusal = "root without the right to mount cannot hand the runtime to another uid"
+    refusal = "root without the right to mount cannot show the runtime to another uid"
     if libc.unshare(clone_newns) != 0 or libc.mount(b"none", b"/", None, ms_rec | ms_private, None) != 0:
         raise OSError(ctypes.get_errno(), refusal)
     opened = [os.open(source, os.O_PATH) for source, _ in setup["binds"]]  # /tmp, which may hold some, is covered next
@@ -173,7 +173,7 @@ class Call:
         return len(text) > limit and len(text.decode("utf-8", "replace")) > limit
 
     def note_go(self):
-        """Reads the child's message before the program: it begins now, or the reason why it cannot."""
+        """Reads the message that the child sends before its program: it starts now, or the reason why it cannot."""
         word = self.text[self.go]
         if word.startswith(b"+"):
             (self.began,) = struct.unpack("=d", word[1:])
@@ -322,7 +322,7 @@ class Broker:
             self.finish(self.running[number], code, cpu)
 
     def lost_sandbox(self):
-        """Answers all calls of a sandbox that has ended, and starts another; raises EOFError if it never was ready."""
+        """Answers all calls of a sandbox that has ended, and starts another; raises EOFError if it was never ready."""
         self.poll.unregister(self.runner)
         self.runner.close()
         self.end_sandbox()

@@ -68,7 +68,7 @@ class GraderProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether the child lives and has made fewer comparisons than JOBS_PER_PROCESS."""
+        """Whether the child is alive and has made fewer comparisons than JOBS_PER_PROCESS."""
         return self.child.poll() is None and self.jobs < JOBS_PER_PROCESS
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ MIN_TURNS = 2  # one to call, one to answer
 
 @dataclass(frozen=True)
 class Refusal:
-    """The answer to a call that is not run. text: the policy reads it instead of a result."""
+    """The reply to a call that is refused. text: what the policy reads instead of a result."""
 
     text: str
 

@@ -19,7 +19,7 @@ def model(untrained):
 
 @pytest.fixture
 def batch():
-    """Returns ids, attention mask, own tokens (3, 12), with padding on both sides, a tool span, a row without own tokens."""
+    """Returns ids, attention mask, own tokens (3, 12), with padding on both sides, a tool span, an empty rollout."""
     ids = torch.randint(0, 400, (3, 12), generator=torch.Generator().manual_seed(1))
     attention_mask, own = torch.ones(3, 12, dtype=torch.long), torch.zeros(3, 12, dtype=torch.bool)
     attention_mask[0, :2] = attention_mask[0, 10:] = 0

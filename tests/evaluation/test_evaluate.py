@@ -211,7 +211,7 @@ def test_batches_hold_every_sample_once_and_are_of_one_size(problems, samples, r
 def test_seeds_of_batches_differ_by_seed_task_and_batch():
     seeds = {batch_seed(seed, task, batch) for seed in (0, 1) for task in ("a", "b") for batch in range(50)}
     assert len(seeds) == 200 and all(0 <= seed < 2**63 for seed in seeds)
-    # printf '0 math500 3' | sha256sum begins with 3750ee25fd39c76f; samples that are kept were drawn from its half
+    # printf '0 math500 3' | sha256sum starts with 3750ee25fd39c76f; kept samples were drawn with half of it as seed
     assert batch_seed(0, "math500", 3) == 0x3750EE25FD39C76F // 2
     assert [samples_together(k) for k in (1, 2, 3, 4, 6, 8, 32)] == [1, 2, 1, 4, 2, 4, 4]
 
@@ -287,7 +287,7 @@ def test_an_adapter_is_loaded_once_for_all_tasks(runs, policy, monkeypatch):
 
 
 def test_two_processes_draw_of_a_run_what_one_draws(runs, tmp_path, log):
-    """The first process holds each checkpoint, and both processes replace the previous one's weights with it."""
+    """The first process holds each checkpoint; both processes then load its weights."""
     run = runs["adapter"]
     assert commands.run(of_run(tmp_path / "one", run), log, script="evaluate")[0] == 0
     first, second = commands.run_two(of_run(tmp_path / "two", run), tmp_path / "log", script="evaluate")

@@ -66,7 +66,7 @@ def test_moments_are_unbiased_for_the_exact_ones(baseline, size):
     expected, power = POLICY.expected(baseline, size)
     exact = {"power": power, "signal": expected @ expected, "overlap": expected @ POLICY.gradient}
     exact["truth"] = POLICY.gradient @ POLICY.gradient
-    plain = torch.einsum("i,itd->id", POLICY.rewards, POLICY.scores)  # mean mu, each of its own rollout alone
+    plain = torch.einsum("i,itd->id", POLICY.rewards, POLICY.scores)  # mean mu, independent between rollouts
     generator, found = torch.Generator().manual_seed(0), []
     for drawn in POLICY.draw(1500, 7, seed=1):
         members = partitions(7, size, 2, generator)
@@ -142,7 +142,7 @@ def test_judgement_on_a_literal_table():
         np.testing.assert_allclose(found.loc[name, columns].to_numpy(float), values, atol=1e-12)
     assert (found.prompts == 2).all() and (found.group_size == 4).all()
     # two prompts resample to (2, 0), (1, 1) and (0, 2). half over rloo is there (1.5 / 0.5) / (4 / 2) = 1.5, 1.6, and
-    # (3.3 / 0.5) / (8 / 2) = 1.65: the interval of the ratio is narrower than that of either noise
+    # (3.3 / 0.5) / (8 / 2) = 1.65: the interval of the ratio is narrower than the interval of either noise
     assert found.loc["half", ["relative_noise_low", "relative_noise_high"]].tolist() == pytest.approx([1.5, 1.65])
     assert found.loc["rloo", ["noise_low", "noise_high"]].tolist() == pytest.approx([2.0, 4.0])
 

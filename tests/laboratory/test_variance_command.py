@@ -164,8 +164,8 @@ def test_a_measurement_is_of_the_weights_and_of_the_sandbox_where_programs_run(p
 REFUSED = {
     "group_sizes=[4,80]": ("group_sizes=[4, 80]", "samples / 2 = 64", "Try group_sizes=[4,8]"),
     "group_sizes=4": ("group_sizes=4", "whole numbers from 2", "Try group_sizes=[4,8]"),
-    "estimators=[otb,otb_lo]": ("otb_lo is no baseline", "Did you mean otb_loo?", "Known: "),
-    "estimators=rlo": ("rlo is no baseline", "Did you mean rloo?", "Known: "),
+    "estimators=[otb,otb_lo]": ("otb_lo is not a baseline", "Did you mean otb_loo?", "Known: "),
+    "estimators=rlo": ("rlo is not a baseline", "Did you mean rloo?", "Known: "),
     "checkpoint=nowhere/step-1": ("checkpoint=nowhere/step-1", "is not a folder", "Give RUN/checkpoints"),
     "oracle.continuations=7": ("oracle.continuations=7", "must be even", "Try oracle.continuations=8"),
     "oracle.prmpts=7": ("oracle.prmpts", "no key of oracle", "Did you mean prompts?"),

@@ -95,5 +95,5 @@ def test_rollouts_end_with_an_end_token_and_prompts_begin_at_most_once(trained):
         text = trainer.processing_class.decode(output["prompt_ids"][0], skip_special_tokens=True)
         assert "Add up." in text
         template = trainer.processing_class.chat_template or ""
-        if begin not in ends and "im_start" not in template:  # ChatML's begin token opens every turn
+        if begin not in ends and "im_start" not in template:  # ChatML starts every turn with this token
             assert (output["prompt_ids"] == begin).sum(1).max() <= 1

@@ -243,7 +243,7 @@ def test_the_cpu_limit_counts_all_processes_together(sandbox):
 
 @needs_bubblewrap
 def test_the_memory_limit_counts_all_processes_together(sandbox):
-    # 4 x 60 MB of their own; each alone is far below the limit.
+    # 4 x 60 MB, not shared; each alone is far below the limit.
     program = "import os, time\nfor n in range(2): os.fork()\nx = b'x' * 60_000_000\ntime.sleep(%s)"
     assert sandbox.run(program % 3600, replace(PATIENT, memory_bytes=200_000_000)).status == "memory"
     assert sandbox.run(program % 0.5, replace(PATIENT, memory_bytes=400_000_000)).status == "ok"
@@ -362,7 +362,9 @@ def test_a_bubblewrap_that_cannot_start_is_refused_with_its_own_words(monkeypatc
     fake.chmod(0o755)
     tmp_path.chmod(0o755)
     monkeypatch.setattr(runtime.shutil, "which", lambda name: "/bin/false" if os.getuid() == 0 else str(fake))
-    with pytest.raises(SandboxFailure, match="does not start: (bubblewrap ended without a word|bwrap: No permissions)"):
+    with pytest.raises(
+        SandboxFailure, match="does not start: (bubblewrap ended without a message|bwrap: No permissions)"
+    ):
         Bubblewrap().check()
 
 

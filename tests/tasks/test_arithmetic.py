@@ -112,7 +112,7 @@ def test_yaml_holds_the_defaults_of_the_signature():
     values = yaml.safe_load((Path(__file__).parents[2] / "conf/task/arithmetic.yaml").read_text())
     assert values.pop("_target_") == "otb.tasks.arithmetic.Arithmetic"
     assert values.pop("instruction").startswith("${unless_tiny:")
-    values["instruction"] = None  # that of model=tiny
+    values["instruction"] = None  # the value for model=tiny
     assert values == {name: p.default for name, p in inspect.signature(Arithmetic).parameters.items()}
 
 

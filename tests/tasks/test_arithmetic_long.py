@@ -100,7 +100,7 @@ def test_python_replies_to_a_demonstrated_call_what_python_would():
 def test_yaml_holds_the_defaults_of_the_signature(name):
     values = yaml.safe_load((ROOT / f"conf/task/{name}.yaml").read_text())
     assert values.pop("_target_") == f"otb.tasks.{name}.{TASKS[name].__name__}"
-    values["instruction"] = None  # that of model=tiny
+    values["instruction"] = None  # the value for model=tiny
     assert values == {key: p.default for key, p in inspect.signature(TASKS[name]).parameters.items()}
 
 

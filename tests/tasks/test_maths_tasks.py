@@ -420,7 +420,7 @@ def test_offline_a_hub_id_is_absent_until_datasets_has_prepared_it(hub_id, tmp_p
     folder = "___".join(filter(None, [owner, camelcase_to_snakecase(name)]))
     (tmp_path / folder / "default" / "0.0.0" / "1a2b").mkdir(parents=True)
     refuse_absent(Source(hub_id, "train"))
-    assert CachedDatasetModuleFactory(hub_id, cache_dir=str(tmp_path)).get_module()  # where it looks itself
+    assert CachedDatasetModuleFactory(hub_id, cache_dir=str(tmp_path)).get_module()  # where `datasets` itself looks
 
 
 def test_offline_files_of_a_hub_id_are_absent_until_they_are_in_the_cache_of_the_hub(tmp_path, monkeypatch):

@@ -161,7 +161,7 @@ def test_yaml_holds_the_defaults_of_the_signature():
     values = yaml.safe_load((ROOT / "conf/task/arithmetic_tools.yaml").read_text())
     assert values.pop("_target_") == "otb.tasks.arithmetic_tools.ArithmeticTools"
     assert values.pop("instruction").startswith("${unless_tiny:")
-    values["instruction"] = None  # that of model=tiny
+    values["instruction"] = None  # the value for model=tiny
     assert values == {name: p.default for name, p in inspect.signature(ArithmeticTools).parameters.items()}
 
 
