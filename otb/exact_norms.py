@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from otb.errors import RunError
 
-MOST_PARAMETERS = 50_000_000  # trainable ones
+MAX_PARAMETERS = 50_000_000  # trainable parameters
 NUMBERS_AT_ONCE = 32_000_000  # in the scores of one chunk: 128 MB in float32
 
 
@@ -112,9 +112,9 @@ def trainable(model) -> list[Tensor]:
     """Returns the parameters with requires_grad. Raises TooManyParameters if there are none or too many."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in parameters)
-    if not 0 < numbers <= MOST_PARAMETERS:
+    if not 0 < numbers <= MAX_PARAMETERS:
         raise TooManyParameters(
-            f"The policy has {numbers:,} trainable parameters; exact score norms work for 1 to {MOST_PARAMETERS:,}, "
+            f"The policy has {numbers:,} trainable parameters; exact score norms work for 1 to {MAX_PARAMETERS:,}, "
             "because they cost a backward pass per rollout or per own token. Use LoRA (model.lora.r=16), or the proxy: "
             "baseline=sequence_energy for ob_exact, baseline=otb for otb_exact."
         )

@@ -23,7 +23,7 @@ from experiments.sweeps.jobs import Job, load_job, may_restart, reason_in
 from otb.errors import CRASHED, TRY_AGAIN
 from slurm.controller import end_time, job_facts, requeue
 
-SECONDS_BETWEEN_LOOKS = 0.5
+POLL_SECONDS = 0.5
 KILLED = -1  # instead of an exit code: a signal ended a process
 LAST_SECONDS = 10.0  # before the time limit, when the job goes back into the queue whatever the run is doing
 SLURM_ROUNDS = 60.0  # seconds by which a warning signal may come early
@@ -79,7 +79,7 @@ class Supervisor:
             while srun.poll() is None:
                 if time.time() > self.ends - LAST_SECONDS:
                     return TRY_AGAIN, "its time is up"
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(POLL_SECONDS)
         if srun.returncode == 0:
             return 0, ""
         printed = new_text(srun_log, before)

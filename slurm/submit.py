@@ -30,7 +30,7 @@ from slurm.states import certain_states, states_of
 
 NOT_OF_SBATCH = ("wait", "max_restarts", "max_num_timeout", "container", "srun_args", "submitit_folder")
 LARGEST_ARRAY = 1000  # SLURM's own default of MaxArraySize is 1001
-SECONDS_BETWEEN_LOOKS = 5.0
+POLL_SECONDS = 5.0
 
 
 def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], options: dict) -> None:
@@ -151,7 +151,7 @@ def wait(folder: Path) -> None:
                 display.show(states)
                 if all(state.over for state in states):
                     break
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         print("\nno longer waiting; the jobs stay in the queue (scancel removes them)", file=sys.stderr)
         sys.exit(STOPPED_FROM_KEYBOARD)

@@ -32,7 +32,7 @@ def report(rows: pd.DataFrame, prompts: list[Prompt], folder: Path) -> None:
     console = console if console.is_terminal else Console(width=140)
     for size in sorted(results.group_size.unique()):
         console.print(estimator_table(results[results.group_size == size], int(size)))
-    console.print(proxy_on_screen(quality))
+    console.print(quality_table(quality))
     files = draw_all(results, tokens, folder / "figures")
     console.print(f"figures: {', '.join(str(file) for file in files if file.suffix == '.png')}", soft_wrap=True)
 
@@ -60,7 +60,7 @@ def interval(low: float, high: float) -> str:
     return "unknown" if math.isnan(low) else f"[{low:.2f}, {high:.2f}]"
 
 
-def proxy_on_screen(quality: pd.DataFrame) -> Table:
+def quality_table(quality: pd.DataFrame) -> Table:
     """Returns a table of how well the proxy agrees with exact norms, for tokens, prefixes and rollouts."""
     table = Table("proxy against exact norm of", "Spearman", "Pearson", "top 1 % share", title="the proxy")
     for row in quality.itertuples():

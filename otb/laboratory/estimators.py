@@ -107,12 +107,12 @@ def rollout_advantages(baseline: Callable, prompt: Prompt, members: Tensor) -> T
 
 def rollout_gradients(prompt: Prompt, advantage: Tensor) -> Tensor:
     """Returns the sketch of sum_t A_t s_t per rollout. advantage (K, M, T or 1) -> (K, M, D)."""
-    sketches = taken_with_scores(prompt.sketches)
+    sketches = require_scores(prompt.sketches)
     advantage = advantage.expand(-1, -1, sketches.shape[1])
     return (advantage.transpose(0, 1) @ sketches).transpose(0, 1)
 
 
-def taken_with_scores(values: Tensor | None) -> Tensor:
+def require_scores(values: Tensor | None) -> Tensor:
     """Returns a field that only prompts measured with scores have. Raises ValueError if it is None."""
     if values is None:
         raise ValueError("This prompt was measured without scores (`measure(..., sketch=None)`). Pass a sketch.")

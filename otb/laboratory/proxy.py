@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import pearsonr, spearmanr
 
-from otb.laboratory.estimators import Prompt, taken_with_scores
+from otb.laboratory.estimators import Prompt, require_scores
 
 TOP = 0.01  # share of the tokens, for `top_share`
 
@@ -19,9 +19,9 @@ def proxy_table(prompts: list[Prompt]) -> pd.DataFrame:
         rollout, t = own.nonzero(as_tuple=True)
         columns = {
             "proxy": prompt.score_norms,
-            "exact": taken_with_scores(prompt.token_norms),
+            "exact": require_scores(prompt.token_norms),
             "prefix_proxy": prompt.score_norms.cumsum(-1),
-            "prefix_exact": taken_with_scores(prompt.prefix_norms),
+            "prefix_exact": require_scores(prompt.prefix_norms),
         }
         values = {name: tensor[own].double().numpy() for name, tensor in columns.items()}
         parts.append(pd.DataFrame({"prompt": index, "rollout": rollout.numpy(), "t": t.numpy(), **values}))

@@ -25,7 +25,7 @@ SLIP_RATES = {"careful": 0.005, "careless": 0.10}  # per step
 NOTICE_RATE = 0.3  # of slips, at once
 CHECK_RATE = 0.9  # of first totals
 REDO_RATE = 0.75  # of totals that differ from the one before
-MOST_PASSES = 5
+MAX_PASSES = 5
 Terms = list[tuple[str, int]]
 
 
@@ -73,7 +73,7 @@ class Demonstrator:
             before, passes = total, passes + 1
             self.text += "check " if passes == 2 else "redo "
             total = self.add_up(terms if passes % 2 else terms[::-1])
-            checked = total != before and passes < MOST_PASSES and self.draw.random() < REDO_RATE
+            checked = total != before and passes < MAX_PASSES and self.draw.random() < REDO_RATE
             self.text += "no " if checked else ""
         return self.messages(f"{self.text}\\boxed{{{total}}}")
 

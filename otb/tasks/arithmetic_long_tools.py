@@ -38,7 +38,7 @@ class ToolDemonstrator(Demonstrator):
     """Solves one problem partly in the head, partly with Python calls."""
 
     slip_rates: ClassVar[dict[str, float]] = SLIP_RATES
-    MOST_CALLS: ClassVar[int] = 4  # fewer than the turns that a rollout has by default
+    MAX_CALLS: ClassVar[int] = 4  # fewer than the turns that a rollout has by default
 
     def __init__(self, draw: random.Random, noise: float):
         super().__init__(draw, noise)
@@ -50,7 +50,7 @@ class ToolDemonstrator(Demonstrator):
 
     def go_on(self, total: int, left: Terms, rate: float) -> tuple[int, Terms]:
         """Adds a few terms with a call, or else the next one in the head. Returns (total, terms left)."""
-        may_call = total > 0 and len(left) >= TERMS_OF_A_CALL[0] and len(self.said) < 2 * self.MOST_CALLS
+        may_call = total > 0 and len(left) >= TERMS_OF_A_CALL[0] and len(self.said) < 2 * self.MAX_CALLS
         if not may_call or self.draw.random() > CALL_RATE:
             return super().go_on(total, left, rate)
         count = min(self.draw.randint(*TERMS_OF_A_CALL), len(left))

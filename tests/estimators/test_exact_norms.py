@@ -102,6 +102,6 @@ def test_scores_give_single_tokens_and_any_sums_of_them(model, batch):
 
 
 def test_too_many_trainable_parameters_are_refused_with_what_to_do(model, batch, monkeypatch):
-    monkeypatch.setattr(exact_norms, "MOST_PARAMETERS", 1000)
+    monkeypatch.setattr(exact_norms, "MAX_PARAMETERS", 1000)
     with pytest.raises(ValueError, match="trainable parameters.*model.lora.r=16.*baseline=otb"):
         sequence_norms(model, *batch, TEMPERATURE)
