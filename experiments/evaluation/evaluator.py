@@ -51,9 +51,7 @@ def evaluate(plan: Plan, sandbox: Sandbox | None) -> None:
         evaluator = Evaluator(plan, sandbox, progress)
         told = False
         while True:
-            over = agreed(
-                not plan.cfg.watch or plan.run_is_over()
-            )  # before the search, so that no checkpoint is missed
+            over = agreed(not plan.cfg.watch or plan.run_is_over())  # before the search, so no checkpoint is missed
             worked = evaluator.evaluate_all(agreed(plan.checkpoints()))
             if over:
                 return

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from otb.exact_norms import own_log_probs, rows_at_once, scores, squared_norms, trainable
 
-TOKENS_TOGETHER = 16  # that share a forward; with more, each backward passes through more later tokens in vain
+TOKENS_TOGETHER = 16  # tokens that share a forward; with more, backward passes through more later tokens in vain
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,9 @@ class RunDirectory:
             kept[file] = [row for row in rows if row["step"] <= step]
             discarded += [{"file": file.name, **row} for row in rows if row["step"] > step]
         earlier = list(read_rows(self.discarded_file))
-        if discarded:  # written first, so a kill before the next write loses no row; the test on `earlier` doubles none
+        if (
+            discarded
+        ):  # written first: a kill before the next write then loses no row, and `not in earlier` doubles none
             write_rows(self.discarded_file, earlier + [row for row in discarded if row not in earlier])
         for file, rows in kept.items():
             if file.exists():  # rewritten even if it loses no row: a crash may have cut its last line

@@ -511,7 +511,7 @@ REFUSED = {
     ("checkpoint=nowhere/step-1",): ("checkpoint=nowhere/step-1", "is not a folder", "Give RUN/checkpoints"),
     ("checkpoint=conf",): ("checkpoint=conf", "holds no *.safetensors"),
     ("run=conf", "checkpoint=conf"): ("run=conf", "checkpoint=conf", "Leave one out"),
-    ("run=conf", "model=qwen2.5-7b"): ("model is set", "the run's own"),
+    ("run=conf", "model=qwen2.5-7b"): ("model is set", "run=conf has its own model"),
     ("temperature=0",): ("temperature=0", "positive number"),
     ("trainer.top_p=0",): ("trainer.top_p=0", "(0, 1]", "Try trainer.top_p=1.0"),
     ("trainer.beta=0.1",): ("trainer.beta", "no key of trainer", "Keys: "),
