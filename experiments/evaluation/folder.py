@@ -181,7 +181,7 @@ class EvaluationFolder:
 
 
 def hold(checkpoint: Path, held: Path, left_out: tuple[str, ...]) -> Path | None:
-    """Keeps the files of a checkpoint in the folder `held`, which no run prunes; None if it has already been removed.
+    """Copies a checkpoint to `held`, which no run prunes, and returns it; None if the checkpoint no longer exists.
 
     Hard links cost no space; on another file system the files are copied. left_out: patterns of unneeded files.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def prompt_messages(question: str | list | None, system_prompt: str | None, instruction: str | None) -> list[dict]:
-    """Returns chat messages that end with the user's, [] without a question. Raises ValueError for any other cell."""
+    """Returns chat messages that end with the user's, [] without a question. Raises ValueError if they cannot."""
     if question is None or not question:
         return []
     if isinstance(question, str):
@@ -35,7 +35,7 @@ def prompt_messages(question: str | list | None, system_prompt: str | None, inst
 
 
 def reference(cell: Any, answer_after: str | None) -> str:
-    """Returns the reference as a string, '' if there is none; 27.0 -> '27'. Raises ValueError for any other cell."""
+    """Returns the reference as a string, '' if there is none; 27.0 -> '27'. Raises ValueError for other types."""
     if cell is None or cell != cell:  # NaN, as pandas writes an empty number
         return ""
     if isinstance(cell, bool) or not isinstance(cell, (str, int, float)):

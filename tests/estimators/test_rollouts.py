@@ -1,4 +1,4 @@
-"""Tests RolloutGroups and TokenStates: shapes that do not fit are refused, and tensors of different widths joined."""
+"""Tests that RolloutGroups refuses shapes that do not fit, and that `joined` pads tensors of different widths."""
 
 import pytest
 import torch
