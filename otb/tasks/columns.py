@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def prompt_messages(question: str | list | None, system_prompt: str | None, instruction: str | None) -> list[dict]:
-    """Returns chat messages that end with the user's, [] without a question. Raises ValueError if they cannot."""
+    """Returns chat messages that end with the user's; [] for an empty question. Raises ValueError for other types."""
     if question is None or not question:
         return []
     if isinstance(question, str):
