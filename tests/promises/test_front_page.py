@@ -132,7 +132,7 @@ def test_table_of_accuracies_quotes_those_of_the_study(column, task):
     with open(VERDICTS, encoding="utf8") as file:
         rows = [row for row in csv.DictReader(file) if (row["claim"], row["task"]) == ("C3", task)]
     ends = {row["comparison"]: [float(row[end]) for end in ("estimate", "low", "high")] for row in rows if row["low"]}
-    arms = {"energy_probe": "energy probe", "none": "no baseline", "otb_loo": "OTB leave-one-out", "otb": "OTB"}
+    arms = {"energy_probe": "energy probe", "none": "no baseline", "otb_loo": "OTB (leave-one-out)", "otb": "OTB"}
     for name, cells in INSTEAD.items():
         found = ends.get(f"{arms.get(name, name.replace('_', ' '))}, N=4 minus RLOO, N=4")
         said = "{:.3f} [{:.3f}, {:.3f}]".format(*found) if found else "not run"
