@@ -26,6 +26,7 @@ PAGES = sorted(page for page in LISTED if (ROOT / page).exists())
 VERDICTS = ROOT / "study" / "verdicts.csv"
 NOISE = ROOT / "docs" / "figures" / "noise.csv"
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+HEADING_LINK = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
 COMMAND = re.compile(r"(?:^    |`)((?:python|make) [^`\n]*)", re.MULTILINE)
 
 
@@ -66,6 +67,19 @@ def test_code_block_gives_the_advantages_of_the_library(seed):
 def test_relative_links_lead_to_files(page):
     missing = [target for target in links_of(page) if not (ROOT / page).parent.joinpath(target).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_a_heading_lead_to_one(page):
+    lost = []
+    for target, heading in HEADING_LINK.findall((ROOT / page).read_text(encoding="utf8")):
+        if target.startswith("http"):
+            continue
+        text = ((ROOT / page).parent / target if target else ROOT / page).read_text(encoding="utf8")
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+        lost += [f"{target}#{heading}"] if heading not in slugs else []
+    assert not lost
 
 
 def test_files_that_the_front_page_names_are_there():
@@ -127,7 +141,7 @@ def test_table_of_noise_quotes_the_numbers_that_are_drawn():
         assert cells[0].strip() == "{:.2f} [{:.2f}, {:.2f}]".format(*drawn), name
 
 
-@pytest.mark.parametrize(("column", "task"), enumerate(["arithmetic", "arithmetic_tools", "arithmetic_long"], 1))
+@pytest.mark.parametrize(("column", "task"), list(enumerate(["arithmetic", "arithmetic_tools", "arithmetic_long"], 1)))
 def test_table_of_accuracies_quotes_those_of_the_study(column, task):
     with open(VERDICTS, encoding="utf8") as file:
         rows = [row for row in csv.DictReader(file) if (row["claim"], row["task"]) == ("C3", task)]
