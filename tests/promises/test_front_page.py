@@ -130,7 +130,7 @@ def table_after(heading: str) -> list[list[str]]:
     return [line.split("|") for line in table.splitlines()[2:]]
 
 
-INSTEAD = {cells[1].split("`")[1]: cells[2:-1] for cells in table_after("| `baseline=` | noise / RLOO, N = 4 |")}
+INSTEAD = {cells[1].split("`")[1]: cells[2:-1] for cells in table_after("| `baseline=`, N = 4 | noise / RLOO |")}
 
 
 def test_table_of_noise_quotes_the_numbers_that_are_drawn():
