@@ -124,8 +124,8 @@ METRICS = {
     ),
     "mtp_c": Metric(
         "nats^2",
-        "sum over the own tokens of a forward of d d_head: the changes in the policy's (d) and its head's (d_head) log pi since the "
-        "tokens were sampled; with mode=occ, absent in the first update of a batch",
+        "sum over the own tokens of a forward of d d_head: the changes in the policy's (d) and its head's (d_head) "
+        "log pi since the tokens were sampled; with mode=occ, absent in the first update of a batch",
     ),
     "mtp_v2": Metric("nats^2", "sum over the own tokens of a forward of d_head^2; as mtp_c"),
     "mtp_cosine": Metric("1", "cosine of d and d_head; as mtp_c"),
@@ -145,8 +145,8 @@ METRICS = {
     "gradient_noise": Metric(
         "norm^2",
         "trace of the covariance of one prompt group's gradient, unbiased; from two batch sizes (arXiv "
-        "1812.06162); with measure_gradient_noise=true. The gradients are the loss's: with dr_grpo a group's gradient is sum_t "
-        "A_t grad log pi_t / (group_size x max_completion_length), and the step's is the mean over its groups",
+        "1812.06162); with measure_gradient_noise=true. The gradients are the loss's: with dr_grpo a group's "
+        "gradient is sum_t A_t grad log pi_t / (group_size x max_completion_length), and the step's is the mean over its groups",
     ),
     "gradient_signal": Metric(
         "norm^2", "squared norm of the true gradient, unbiased, so it may be negative; as gradient_noise"
@@ -164,7 +164,8 @@ METRICS = {
     "seconds_step": Metric("s", "wall time of the step, without evaluations and checkpoints"),
     "peak_memory_bytes": Metric(
         "bytes",
-        "largest device memory allocated so far; on a CPU, resident memory; runs of a sweep share the memory of libraries",
+        "largest device memory allocated so far; on a CPU, resident memory, which in a sweep includes less of the "
+        "libraries",
     ),
     "turns_mean": Metric("turns", "assistant turns per rollout, mean"),
     "tool_calls": Metric("calls", "tool calls of the step"),
