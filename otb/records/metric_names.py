@@ -146,7 +146,8 @@ METRICS = {
         "norm^2",
         "trace of the covariance of one prompt group's gradient, unbiased; from two batch sizes (arXiv "
         "1812.06162); with measure_gradient_noise=true. The gradients are the loss's: with dr_grpo a group's "
-        "gradient is sum_t A_t grad log pi_t / (group_size x max_completion_length), and the step's is the mean over its groups",
+        "gradient is sum_t A_t grad log pi_t / (group_size x max_completion_length), and the step's is the mean over "
+        "its groups",
     ),
     "gradient_signal": Metric(
         "norm^2", "squared norm of the true gradient, unbiased, so it may be negative; as gradient_noise"
