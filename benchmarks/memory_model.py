@@ -227,8 +227,7 @@ def random_policy(name: str, tokenizer, vocabulary: int | None = None):
 def predict(case: dict, gpu: bool, prompt: int, response: int) -> dict[str, float]:
     """Returns the predicted peak of each part, in bytes, by the formulas of a GPU or of a CPU."""
     from experiments.planning.architectures import architecture_of
-    from experiments.planning.memory import moments
-    from experiments.planning.step import Step
+    from experiments.planning.memory import Step, moments
 
     options = {name: case[name] for name in case if name in {field.name for field in dataclasses.fields(Step)}}
     options = {"dtype": "float32", "checkpointing": False} | options | {"prompt": prompt, "response": response}
