@@ -320,23 +320,6 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "extended: tables that matplotlib leaves out of the fonts of a PDF",
         ),
     ),
-    "benchmarks/alternatives.py": (
-        Seam("transformers:CompileConfig", "_compile_all_devices", "set: generate compiles on a CPU, too"),
-    ),
-    "benchmarks/lm_head.py": (
-        Seam(
-            "trl.trainer.utils",
-            "add_fused_lm_head(model, *, temperature, cast_lm_head_to_fp32, outputs)",
-            "timed against a plain matmul and whole logits",
-        ),
-    ),
-    "benchmarks/proxy_pass.py": (
-        Seam(
-            "trl.trainer.utils",
-            "add_fused_lm_head(model, *, temperature, cast_lm_head_to_fp32, outputs)",
-            "timed with and without log_sum_sq_probs",
-        ),
-    ),
     "experiments/sweeps/preloaded.py": (
         Seam("threading", "_shutdown()", "called before a fork ends without taking the libraries apart"),
         Seam("atexit", "_run_exitfuncs", "called after it"),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import get_json_schema
 
 from experiments import warm_start as command
-from experiments.running import warm_starting
+from experiments.running import make_policy
 from otb.errors import RunError
 from otb.policies.supervised import Supervision, ordered, sft_trainer, supervised
 from otb.policies.tiny_policy import END, TOOL_TAGS, build_model
@@ -235,7 +235,7 @@ def test_demonstrations_of_a_maths_task_are_its_solutions(maths, tmp_path):
     cfg = composed(*given, "model.name=x/y", f"output={tmp_path / 'o'}")
     assert command.check(composed(*given, "demonstrations_per_step=2", "model.name=x/y", f"output={tmp_path / 'o'}"))
     task = maths(solution_column="answer")
-    assert warm_starting.demonstrations(cfg, task) == task.solutions(0, 2)
+    assert make_policy.demonstrations(cfg, task) == task.solutions(0, 2)
 
 
 @pytest.mark.parametrize(

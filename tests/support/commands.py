@@ -39,7 +39,7 @@ PRELOAD = [
     "experiments.evaluate",
     "experiments.evaluation.evaluator",
     "experiments.evaluation.accuracy_table",
-    "experiments.running.warm_starting",
+    "experiments.running.make_policy",
     "tests.support.parity_task",
     "tests.support.commands",
     "tests.support.fork_server",  # the last one
@@ -180,10 +180,7 @@ def run_command_line(
 
 
 def run_light(given: list[str], cwd: Path = ROOT, script: str = "run", **environment) -> subprocess.CompletedProcess:
-    """`run_command_line` for what has to answer at once. Raises AssertionError where it imports a library of HEAVY.
-
-    benchmarks/startup.py measures the seconds.
-    """
+    """`run_command_line` for what has to answer at once. Raises AssertionError where it imports a library of HEAVY."""
     done = run_command_line(given, cwd, script, PYTHONPROFILEIMPORTTIME="1", **environment)
     lines = done.stderr.splitlines(keepends=True)
     imports = [line for line in lines if line.startswith("import time:")]
