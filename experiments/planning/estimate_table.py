@@ -18,7 +18,7 @@ from experiments.planning.memory import (
     peak,
     vllm_room,
 )
-from experiments.planning.settings import Plan, card_of, kept_rollouts, rates_of
+from experiments.planning.sizes import Plan, card_of, kept_rollouts, rates_of
 
 GB = 1e9
 GROUP_BASELINES = ("group_mean", "grpo", "rloo")

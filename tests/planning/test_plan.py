@@ -12,12 +12,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments.checks import check
+from experiments.plan import plan
 from experiments.planning import memory
 from experiments.planning.architectures import FOLDER, Architecture, architecture_of
 from experiments.planning.costs import Card, Rates, Run, disk, forward_flops, hours, response_tokens
 from experiments.planning.fit import refuse_if_it_cannot_fit, step_of, vllm_gpus, vllm_share, why_not
 from experiments.planning.memory import Step, kept_by_layer, kv_bytes_per_token, moments, needed, state, vllm_room
-from experiments.planning.settings import plan
 from otb.errors import RunError
 from tests.support.commands import ROOT, run_command_line, run_light
 from tests.support.recipes import composed
