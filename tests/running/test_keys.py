@@ -69,7 +69,5 @@ def test_choices_that_differ_stand_beside_their_default():
     assert keys.default_cell(of, choices_of_group=3) == "`1` (a, c); `2` (b)"
     assert keys.default_cell(of[:1], choices_of_group=3) == "`1` (a)"
     assert keys.default_cell([of[0], of[2]], choices_of_group=2) == "`1`"
-    assert (
-        keys.table([keys.Key("tail", "own", "own | carry", "a")]).splitlines()[-1]
-        == r"| `tail` | `own` | own \| carry |"
-    )
+    row = keys.table([keys.Key("tail", "own", "own | carry", "a")]).splitlines()[-1]
+    assert row == r"| `tail` | `own` | own \| carry |"

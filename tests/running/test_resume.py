@@ -53,8 +53,7 @@ def log(tmp_path_factory):
 def uninterrupted(policy, tmp_path_factory):
     """The run that the killed ones must equal."""
     runs_dir = tmp_path_factory.mktemp("uninterrupted")
-    code, printed = commands.run(arguments(runs_dir, model__name=policy), runs_dir / "log")
-    assert code == 0, printed
+    commands.done(arguments(runs_dir, model__name=policy), runs_dir / "log")
     return the_run(runs_dir)
 
 
@@ -116,8 +115,7 @@ def test_a_run_killed_in_the_middle_of_something_equals_an_uninterrupted_one(
     hold.wait(process)
     left(the_run(tmp_path / "runs"))
     commands.kill(process)
-    code, printed = commands.run(given, log)
-    assert code == 0, printed
+    commands.done(given, log)
     assert_same_run(the_run(tmp_path / "runs"), uninterrupted)
 
 
@@ -152,8 +150,7 @@ def test_resume_is_exact_for_every_kind_of_run(policy, tmp_path, log, changed):
             hold.wait(process)
             commands.kill(process)
             assert RunDirectory(the_run(tmp_path / name)).checkpoint_steps() == [2]
-        code, printed = commands.run(given, log)
-        assert code == 0, printed
+        printed = commands.done(given, log)
         assert ("resuming at step" in printed) == kill
     assert_same_run(the_run(tmp_path / "killed"), the_run(tmp_path / "whole"))
     metrics = rows(the_run(tmp_path / "killed") / "metrics.jsonl")
@@ -190,8 +187,7 @@ def test_a_run_killed_in_its_warm_start_equals_an_uninterrupted_one(tmp_path, lo
             process = commands.start(given, log, **cache, **hold.environment)
             hold.wait(process)
             commands.kill(process)
-        code, printed = commands.run(given, log, **cache)
-        assert code == 0, printed
+        printed = commands.done(given, log, **cache)
         assert "warm start 24/24" in printed
     assert_same_run(the_run(tmp_path / "killed" / "runs"), the_run(tmp_path / "whole" / "runs"))
 
@@ -210,8 +206,7 @@ def test_the_command_as_typed_resumes_after_sigkill(policy, uninterrupted, tmp_p
 
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(policy, uninterrupted, tmp_path, log):
     for name, changed in (("again", {"deterministic": "true"}), ("other", {"seed": 1})):
-        code, printed = commands.run(arguments(tmp_path / name, model__name=policy, **changed), log)
-        assert code == 0, printed
+        commands.done(arguments(tmp_path / name, model__name=policy, **changed), log)
     again, other = (without_times(the_run(tmp_path / name) / "metrics.jsonl") for name in ("again", "other"))
     assert again == without_times(uninterrupted / "metrics.jsonl")
     assert other != again
@@ -219,6 +214,5 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(policy, un
 
 def test_evaluations_and_checkpoints_leave_training_alone(policy, uninterrupted, tmp_path, log):
     changed = dict(evaluation__every=0, checkpoint_every=0, rollouts__every=0)
-    code, printed = commands.run(arguments(tmp_path, model__name=policy, **changed), log)
-    assert code == 0, printed
+    commands.done(arguments(tmp_path, model__name=policy, **changed), log)
     assert without_times(the_run(tmp_path) / "metrics.jsonl") == without_times(uninterrupted / "metrics.jsonl")

@@ -146,6 +146,13 @@ def run(given: list[str], log: Path, **options) -> tuple[int, str]:
     return process.exitcode, log.read_bytes()[before:].decode()
 
 
+def done(given: list[str], log: Path, **options) -> str:
+    """`run` -> what it printed. Raises AssertionError where the command fails."""
+    code, printed = run(given, log, **options)
+    assert code == 0, printed
+    return printed
+
+
 def join(process: multiprocessing.Process) -> None:
     """Waits for the end. Raises AssertionError where it does not come."""
     process.join(PATIENCE_SECONDS)
