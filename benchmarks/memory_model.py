@@ -137,7 +137,7 @@ class Peaks(Method, transformers.TrainerCallback):
     def before_micro_batch(self) -> None:
         self.meter.set_back()
 
-    def after_micro_batch(self) -> None:
+    def after_micro_batch(self, loss) -> None:
         self.reached("forward and backward")
 
     def on_pre_optimizer_step(self, *args, **kwargs):
@@ -169,9 +169,9 @@ def train(case: dict, meter: Meter, base: int) -> dict:
             processing_class=tokenizer,
             peft_config=LoraConfig(r=lora_rank, target_modules="all-linear") if lora_rank else None,
             callbacks=[peaks],
+            methods=[peaks],
         )
         trainer.remove_callback(transformers.PrinterCallback)
-        trainer.methods.append(peaks)
         trainer.train()
     return peaks.found
 
