@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -136,11 +137,8 @@ def test_other_seeds_temperatures_batches_and_limits_are_other_evaluations(unint
 # ---- kills and processes
 
 
-def kill_in_its_second_batch(given: list[str], log, hold: Hold) -> None:
-    """hold: at "reward 2", where the first batch is kept and the second one is drawn."""
-    process = commands.start(given, log, script="evaluate", **hold.environment)
-    os.kill(hold.wait(process), signal.SIGKILL)
-    process.join()
+# The second batch is being drawn, and the first one is kept.
+kill_in_its_second_batch = partial(commands.kill_at, "reward 2", script="evaluate")
 
 
 def test_an_evaluation_killed_at_any_moment_goes_on_bit_for_bit(uninterrupted, policy, tmp_path, log):
@@ -149,7 +147,7 @@ def test_an_evaluation_killed_at_any_moment_goes_on_bit_for_bit(uninterrupted, p
     lines = expected.samples_file.read_bytes().splitlines(keepends=True)
     given = arguments(tmp_path, policy)
     for kept, cut in ((7, b"".join(lines[7:10])), (14, b"".join(lines[14:16]) + lines[16][:20])):
-        kill_in_its_second_batch(given, log, Hold(tmp_path / f"hold-{kept}", "reward 2"))
+        kill_in_its_second_batch(given, log, tmp_path / f"hold-{kept}")
         (file,) = tmp_path.rglob("samples.jsonl")
         assert file.read_bytes() == b"".join(lines[:kept]) and not list(tmp_path.rglob("results.json"))
         file.write_bytes(b"".join(lines[:kept]) + cut)
@@ -335,7 +333,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_evaluated_to_the_end(run
     step = run.checkpoint_steps()[0]
     assert commands.run(of_run(tmp_path / "expected", run), log, script="evaluate")[0] == 0
     given = of_run(tmp_path / "found", run)
-    kill_in_its_second_batch(given, log, Hold(tmp_path / "hold", "reward 2"))
+    kill_in_its_second_batch(given, log, tmp_path / "hold")
     shutil.rmtree(run.checkpoint(step))
     code, printed = commands.run(given, log, script="evaluate")
     assert code == 0 and f"│ {step} " in printed

@@ -110,11 +110,9 @@ def all_but_the_end(run):
 def test_a_run_killed_in_the_middle_of_something_equals_an_uninterrupted_one(
     policy, uninterrupted, tmp_path, log, moment, left
 ):
-    given, hold = arguments(tmp_path / "runs", model__name=policy), Hold(tmp_path / "hold", moment)
-    process = commands.start(given, log, **hold.environment)
-    hold.wait(process)
+    given = arguments(tmp_path / "runs", model__name=policy)
+    commands.kill_at(moment, given, log, tmp_path / "hold")
     left(the_run(tmp_path / "runs"))
-    commands.kill(process)
     commands.done(given, log)
     assert_same_run(the_run(tmp_path / "runs"), uninterrupted)
 
@@ -145,10 +143,7 @@ def test_resume_is_exact_for_every_kind_of_run(policy, tmp_path, log, changed):
     for name, kill in (("whole", False), ("killed", True)):
         given = arguments(tmp_path / name, model__name=policy, **changed)
         if kill:
-            hold = Hold(tmp_path / "hold", "row 3")
-            process = commands.start(given, log, **hold.environment)
-            hold.wait(process)
-            commands.kill(process)
+            commands.kill_at("row 3", given, log, tmp_path / "hold")
             assert RunDirectory(the_run(tmp_path / name)).checkpoint_steps() == [2]
         printed = commands.done(given, log)
         assert ("resuming at step" in printed) == kill
@@ -183,21 +178,14 @@ def test_a_run_killed_in_its_warm_start_equals_an_uninterrupted_one(tmp_path, lo
         cache = {"OTB_CACHE": str(tmp_path / name / "cache")}
         given = arguments(tmp_path / name / "runs", **recipe)
         if name == "killed":
-            hold = Hold(tmp_path / "hold", "warm start 9")
-            process = commands.start(given, log, **cache, **hold.environment)
-            hold.wait(process)
-            commands.kill(process)
-        printed = commands.done(given, log, **cache)
-        assert "warm start 24/24" in printed
+            commands.kill_at("warm start 9", given, log, tmp_path / "hold", **cache)
+        assert "warm start 24/24" in commands.done(given, log, **cache)
     assert_same_run(the_run(tmp_path / "killed" / "runs"), the_run(tmp_path / "whole" / "runs"))
 
 
 def test_the_command_as_typed_resumes_after_sigkill(policy, uninterrupted, tmp_path):
     """Goes on in another working directory, whose `runs` it is. test_local_sweep.py kills a typed command."""
-    hold = Hold(tmp_path / "hold", "row 3")
-    process = commands.start(arguments(tmp_path / "runs", model__name=policy), tmp_path / "log", **hold.environment)
-    hold.wait(process)
-    commands.kill(process)
+    commands.kill_at("row 3", arguments(tmp_path / "runs", model__name=policy), tmp_path / "log", tmp_path / "hold")
     done = commands.run_command_line(arguments("runs", model__name=policy), cwd=tmp_path, **{NO_PICTURES: "1"})
     assert done.returncode == 0, done.stderr
     assert "resuming at step 2" in done.stdout

@@ -177,6 +177,14 @@ def kill(process: multiprocessing.Process) -> None:
     join(process)
 
 
+def kill_at(moment: str, given: list[str], log: Path, folder: Path, **options) -> None:
+    """The command, killed at a moment of tests/support/holds.py. folder: in which it and the test leave files."""
+    hold = holds.Hold(folder, moment)
+    process = start(given, log, **options, **hold.environment)
+    hold.wait(process)
+    kill(process)
+
+
 def run_command_line(
     given: list[str], cwd: Path = ROOT, script: str = "run", **environment
 ) -> subprocess.CompletedProcess:
