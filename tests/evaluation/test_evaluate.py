@@ -10,6 +10,7 @@ from functools import partial
 
 import pandas as pd
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from analysis.evaluations import measures, read_samples
@@ -419,7 +420,8 @@ def test_a_task_with_tools_counts_both_kinds_of_tokens_and_resumes(tmp_path, log
 
 
 def planned(*overrides: str, processes: int = 1):
-    return plan(composed(*overrides, command="evaluate"), list(overrides), "arithmetic", processes)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):  # in which `plan` composes each task
+        return plan(compose("evaluate", overrides=list(overrides)), list(overrides), "arithmetic", processes)
 
 
 def test_any_maths_set_is_evaluated_with_python_by_its_number_of_turns():
