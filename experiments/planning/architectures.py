@@ -1,6 +1,6 @@
 """Architectures of the policies that conf/model names, and their parameter counts by arithmetic, without torch.
 
-The dimensions stand in conf/architectures/*.json, under the names of transformers' config.json; a local folder has its
+The dimensions are in conf/architectures/*.json, under the names of transformers' config.json; a local folder has its
 own config.json. memory.py and costs.py beside it count with them; tests/planning/test_plan.py compares the
 counts with the models that transformers builds.
 """

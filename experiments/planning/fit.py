@@ -28,7 +28,7 @@ SYNC_EACH_FORWARD = "accelerator_config.gradient_accumulation_kwargs.sync_each_b
 MORE_GPUS = (2, 4, 8, 16, 32, 64)  # that a fix may name
 FEWER_ROWS = (64, 16, 4)  # generated at a time, that a fix may name
 GPU_OPTIONS = ("gpus_per_node", "gpus_per_task", "gres")  # of SLURM's launchers; none of them: no GPU
-TOLERANCE = 0.1  # of the card: the formulas may say more than is needed by so much (docs/plan.md)
+TOLERANCE = 0.1  # of the card: the formulas may predict so much more than is needed (docs/plan.md)
 USUAL_SHARE = 0.3
 BYTES = {"float32": 4, "bfloat16": 2}
 SERVER_SHARE = 0.9  # of a GPU's memory, the default of `trl vllm-serve`
@@ -36,7 +36,7 @@ SERVER_SHARE = 0.9  # of a GPU's memory, the default of `trl vllm-serve`
 
 @cache
 def assumptions() -> DictConfig:
-    """Returns conf/plan.yaml, which is not to be changed."""
+    """Returns conf/plan.yaml; callers must not change it."""
     return OmegaConf.load(ASSUMPTIONS)
 
 
@@ -46,7 +46,7 @@ def assumptions() -> DictConfig:
 def check_card(cfg: DictConfig, processes: int | None = None, found: float | None = None) -> None:
     """Raises RunError for a `card` that conf/plan.yaml does not know, or that the run cannot fit.
 
-    found: bytes of the GPU here, which counts where `card` is null; None where the run is not for this machine.
+    found: bytes of the GPU of this machine, used where `card` is null; None where the run is for another machine.
     """
     cards = assumptions().cards
     if cfg.card is None:
@@ -106,7 +106,7 @@ def _note_unchecked(reason: str) -> None:
 def why_not(step: Step, reserve: float = 0.0) -> str | None:
     """Returns why the step does not fit a GPU of `step.card` bytes, with a fix; None where it fits.
 
-    reserve: bytes that must stay free; a negative number allows for so many more than the card has.
+    reserve: bytes that must stay free; a negative number allows as many more than the card has.
     """
     card, spare = step.card / 1e9, max(reserve, 0)
     if step.sampler == "vllm" and vllm_room(step) < 1:
@@ -213,8 +213,8 @@ def fewest_gpus(step: Step) -> int:
 def vllm_share(cfg: DictConfig, card_memory_bytes: float | None, processes: int | None = None) -> float:
     """Returns `rollouts_by.memory_share`, or where it is null what the policy beside vLLM leaves of the GPU.
 
-    Beside vLLM is the trainer, in an evaluation one copy of the weights. TOLERANCE of the GPU stays free. Where GPU
-    (None) or architecture are unknown it is USUAL_SHARE, TRL's default. processes: as of `step_of`.
+    The trainer shares the GPU with vLLM; in an evaluation one copy of the weights. TOLERANCE of the GPU stays free.
+    USUAL_SHARE, TRL's default, where GPU (None) or architecture are unknown. processes: as in `step_of`.
     """
     share = OmegaConf.select(cfg, "rollouts_by.memory_share")
     if share is not None or card_memory_bytes is None:

@@ -1,4 +1,4 @@
-"""The size of each run of a sweep, and what is assumed of it: conf/plan.yaml and what the command line replaces there.
+"""The size of each run of a sweep, and the assumptions about it: conf/plan.yaml, with what the command line replaces.
 
 experiments/plan.py makes a `Plan` of every point of a sweep; estimate_table.py prints them. Imports no torch.
 """
