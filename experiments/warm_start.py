@@ -43,10 +43,10 @@ def main(cfg: DictConfig) -> None:
             print(f"{output}: already made with the same settings; nothing to do.")
             return
         check_files(cfg)
-        from experiments.running.warm_starting import warm_start  # takes seconds: torch, transformers, trl
+        from experiments.running.make_policy import make_policy  # takes seconds: torch, transformers, trl
 
         command = ["python", "experiments/warm_start.py", *HydraConfig.get().overrides.task]
-        record = warm_start(cfg, output, step, {"recipe": asked, "command": command})
+        record = make_policy(cfg, output, step, {"recipe": asked, "command": command})
         first, last = record["losses"][0], record["losses"][-1]
         print(f"{output}: {len(record['losses'])} steps, loss {first:.2f} -> {last:.2f}. Use it as model.name={output}")
 

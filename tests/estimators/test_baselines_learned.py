@@ -14,7 +14,7 @@ from otb.baselines.rloo import rloo
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
 from otb.rollouts import RolloutGroups
-from tests.support.groups import learned, random_groups, seen_by, token_states
+from tests.support.groups import learned, least_squares, random_groups, seen_by, token_states
 
 PROBES = {
     "energy_probe": EnergyProbe,
@@ -65,13 +65,7 @@ def dense_ridge(rollouts: RolloutGroups, weights, pseudo_rollouts: float):
     own = rollouts.own.numpy()
     h, w = rollouts.reduced["hidden"].double().numpy()[own], weights.double().numpy()[own]
     reward = np.broadcast_to(rollouts.rewards.double().numpy()[..., None], own.shape)[own]
-    mean = np.average(h, axis=0, weights=w)
-    spread = np.sqrt(np.average((h - mean) ** 2, axis=0, weights=w))
-    z = np.concatenate([(h - mean) / spread, np.ones((len(h), 1))], axis=1)
-    strength = pseudo_rollouts * w.sum() / rollouts.rewards.numel()
-    rows = np.concatenate([z * np.sqrt(w)[:, None], np.sqrt(strength) * np.eye(z.shape[1])[:-1]])  # intercept is free
-    theta = np.linalg.lstsq(rows, np.concatenate([reward * np.sqrt(w), np.zeros(z.shape[1] - 1)]), rcond=None)[0]
-    return theta[:-1] / spread, theta[-1] - (theta[:-1] / spread) @ mean
+    return least_squares(h, reward, w, rollouts.rewards.numel(), pseudo_rollouts)
 
 
 @pytest.mark.parametrize("pseudo_rollouts", [1.0, 100.0])

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from otb import exact_norms
 from otb.exact_norms import own_log_probs, prefix_norms, scores, sequence_norms, trainable
+from tests.support.trainers import with_adapter
 
 TEMPERATURE = 0.7
 
@@ -40,15 +40,7 @@ def token_scores(model, ids, attention_mask, own, row):
     return torch.stack(found)
 
 
-def lora(model):
-    wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:  # initially zero, which would make half of the score 0
-            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
-    return wrapped.eval()
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["all parameters", "lora"])
+@pytest.mark.parametrize("wrap", [lambda model: model, with_adapter], ids=["all parameters", "lora"])
 @pytest.mark.parametrize("at_once", [10**9, 1], ids=["one block", "token by token"])
 def test_norms_equal_loops_over_single_tokens(model, batch, wrap, at_once, monkeypatch):
     monkeypatch.setattr(exact_norms, "NUMBERS_AT_ONCE", at_once)

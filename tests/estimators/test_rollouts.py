@@ -15,14 +15,21 @@ def test_token_states_know_the_last_own_token_and_leave_unscored_rollouts_out():
     assert states.alive.tolist() == [[True, True, False], [False] * 3, [False] * 3]
 
 
-def test_rollout_groups_refuse_rows_that_do_not_fit():
-    rewards, lengths = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match="sequence_norms has shape"):
-        RolloutGroups(rewards, lengths, sequence_norms=torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="prefix_norms has shape"):
-        RolloutGroups(rewards, lengths, prefix_norms=torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="values has shape"):
-        RolloutGroups(rewards, lengths, reduced={"values": torch.zeros(6, 4)})
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("lengths", (2, 4), "must both be"),
+        ("score_norms", (2, 4, 5), "score_norms has shape"),
+        ("sequence_norms", (3, 2), "sequence_norms has shape"),
+        ("prefix_norms", (2, 3), "prefix_norms has shape"),
+        ("values", (6, 4), "values has shape"),
+    ],
+)
+def test_rollout_groups_refuse_rows_that_do_not_fit(name, shape, said):
+    given = {"lengths": torch.ones(2, 3, dtype=torch.long)}
+    given |= {"reduced": {name: torch.zeros(shape)}} if name == "values" else {name: torch.zeros(shape)}
+    with pytest.raises(ValueError, match=said):
+        RolloutGroups(torch.zeros(2, 3), **given)
 
 
 def test_a_field_that_the_baseline_did_not_declare_is_refused_with_the_declaration_that_it_lacks():

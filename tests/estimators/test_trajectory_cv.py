@@ -10,7 +10,7 @@ import torch
 from otb import OTBTrainer
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.score_norms import logit_gradient_proxy
-from tests.support.groups import learned, random_groups, seen_by, token_states
+from tests.support.groups import learned, least_squares, random_groups, seen_by, token_states
 from tests.support.trainers import byte_reward, config, dataset
 
 
@@ -77,17 +77,6 @@ def trace_of(pi, concentration, w):
         row += [([0, 0, *surprisal])[-1], ([0, 0, *surprisal])[-2], max([0, *surprisal]), math.sqrt(t)]
         rows.append([*row, concentration[t]])
     return np.array(rows)
-
-
-def least_squares(x, reward, w, rollouts: int, pseudo_rollouts: float):
-    """Returns b, a = argmin sum w (R - a - b . x)^2 + pseudo_rollouts / rollouts sum w |b * spread|^2."""
-    mean = np.average(x, axis=0, weights=w)
-    spread = np.sqrt(np.average((x - mean) ** 2, axis=0, weights=w))
-    z = np.column_stack([(x - mean) / spread, np.ones(len(x))])
-    penalty = np.sqrt(pseudo_rollouts * w.sum() / rollouts) * np.eye(z.shape[1])[:-1]  # the intercept is free
-    rows = np.concatenate([z * np.sqrt(w)[:, None], penalty])
-    fit = np.linalg.lstsq(rows, np.concatenate([reward * np.sqrt(w), np.zeros(len(penalty))]), rcond=None)[0]
-    return fit[:-1] / spread, fit[-1] - (fit[:-1] / spread) @ mean
 
 
 class Dense:

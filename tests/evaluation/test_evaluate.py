@@ -6,21 +6,27 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pandas as pd
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from analysis.evaluations import measures, read_samples
+from experiments.evaluation import weights
 from experiments.evaluation.command import check_files, plan
 from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
 from experiments.running.build import uses_tools
 from otb.errors import RunError
 from otb.files import sha256_of
+from otb.policies.tiny_warm_start import WarmStart, warm_start
 from otb.records import RunDirectory
+from otb.tasks.arithmetic_tools import ArithmeticTools
 from tests.support import commands
 from tests.support.commands import ROOT, rows, wait_for
 from tests.support.holds import Hold
+from tests.support.recipes import composed
 from tests.support.waiting import PATIENCE_SECONDS
 
 SMALL = {
@@ -46,9 +52,7 @@ def arguments(folder, policy, **changed) -> list[str]:
 
 def evaluated(log, folder, policy, **changed) -> str:
     """Runs the command to its end and returns its output."""
-    code, printed = commands.run(arguments(folder, policy, **changed), log, script="evaluate")
-    assert code == 0, printed
-    return printed
+    return commands.done(arguments(folder, policy, **changed), log, script="evaluate")
 
 
 def the_evaluation(folder) -> EvaluationFolder:
@@ -134,11 +138,8 @@ def test_other_seeds_temperatures_batches_and_limits_are_other_evaluations(unint
 # ---- kills and processes
 
 
-def kill_in_its_second_batch(given: list[str], log, hold: Hold) -> None:
-    """Kills an evaluation. hold: "reward 2" is the moment when the first batch is kept and the second is drawn."""
-    process = commands.start(given, log, script="evaluate", **hold.environment)
-    os.kill(hold.wait(process), signal.SIGKILL)
-    process.join()
+# The second batch is being drawn, and the first one is kept.
+kill_in_its_second_batch = partial(commands.kill_at, "reward 2", script="evaluate")
 
 
 def test_an_evaluation_killed_at_any_moment_goes_on_bit_for_bit(uninterrupted, policy, tmp_path, log):
@@ -147,7 +148,7 @@ def test_an_evaluation_killed_at_any_moment_goes_on_bit_for_bit(uninterrupted, p
     lines = expected.samples_file.read_bytes().splitlines(keepends=True)
     given = arguments(tmp_path, policy)
     for kept, cut in ((7, b"".join(lines[7:10])), (14, b"".join(lines[14:16]) + lines[16][:20])):
-        kill_in_its_second_batch(given, log, Hold(tmp_path / f"hold-{kept}", "reward 2"))
+        kill_in_its_second_batch(given, log, tmp_path / f"hold-{kept}")
         (file,) = tmp_path.rglob("samples.jsonl")
         assert file.read_bytes() == b"".join(lines[:kept]) and not list(tmp_path.rglob("results.json"))
         file.write_bytes(b"".join(lines[:kept]) + cut)
@@ -236,8 +237,7 @@ def runs(policy, tmp_path_factory, log):
     for name, changed in (("whole", {}), ("adapter", {"model__lora__r": 2})):
         runs_dir = tmp_path_factory.mktemp(name)
         given = commands.arguments(runs_dir, model__name=policy, steps=4, learning_rate=0.01, **changed)
-        code, printed = commands.run(given, log)
-        assert code == 0, printed
+        commands.done(given, log)
         found[name] = RunDirectory(commands.the_run(runs_dir))
     return found
 
@@ -252,8 +252,7 @@ def of_run(folder, run, **changed) -> list[str]:
 def test_all_checkpoints_of_a_run_are_evaluated_as_each_would_be_by_itself(name, runs, policy, tmp_path, log):
     run = runs[name]
     steps = run.checkpoint_steps()
-    code, printed = commands.run(of_run(tmp_path, run), log, script="evaluate")
-    assert code == 0, printed
+    printed = commands.done(of_run(tmp_path, run), log, script="evaluate")
     (of_all,) = (tmp_path / "parity").iterdir()
     assert of_all.name.startswith(f"arithmetic-tiny-{run.path.name[:20]}")
     assert [path.name for path in sorted(of_all.iterdir())] == [f"step-{step:08d}" for step in steps]
@@ -275,8 +274,6 @@ def test_all_checkpoints_of_a_run_are_evaluated_as_each_would_be_by_itself(name,
 
 
 def test_an_adapter_is_loaded_once_for_all_tasks(runs, policy, monkeypatch):
-    from experiments.evaluation import weights
-
     loaded, load_model = [], weights.load_model
     monkeypatch.setattr(weights, "load_model", lambda *given: loaded.append(given) or load_model(*given))
     (cfg,) = planned(f"model.name={policy}").configurations.values()
@@ -302,8 +299,6 @@ def test_two_processes_draw_of_a_run_what_one_draws(runs, tmp_path, log):
 
 
 def test_a_run_brings_model_and_sampling_and_the_command_line_wins(runs, tmp_path):
-    from hydra import compose, initialize_config_dir
-
     run = tmp_path / "run"
     shutil.copytree(runs["whole"].path, run)
     recorded = OmegaConf.load(run / "config.yaml")
@@ -311,13 +306,9 @@ def test_a_run_brings_model_and_sampling_and_the_command_line_wins(runs, tmp_pat
     recorded.trainer.top_p = 0.8
     OmegaConf.save(recorded, run / "config.yaml")
 
-    def of_this_run(*overrides):
-        given = [f"run='{run}'", *overrides]
-        return plan(compose("evaluate", overrides=given), given, "arithmetic").configurations
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        (own,) = of_this_run("++task.eval_prompts=7").items()
-        several = of_this_run("tasks=[arithmetic,math500]", "temperature=0.5", "++task.max_completion_length=9")
+    (own,) = planned(f"run='{run}'", "++task.eval_prompts=7").configurations.items()
+    several = ["tasks=[arithmetic,math500]", "temperature=0.5", "++task.max_completion_length=9"]
+    several = planned(f"run='{run}'", *several).configurations
     assert own[0] == "parity" and own[1].task == {**recorded.task, "eval_prompts": 7}
     assert own[1].model == recorded.model and (own[1].temperature, own[1].trainer.top_p) == (0.9, 0.8)
     assert list(several) == ["arithmetic", "math500"]
@@ -343,7 +334,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_evaluated_to_the_end(run
     step = run.checkpoint_steps()[0]
     assert commands.run(of_run(tmp_path / "expected", run), log, script="evaluate")[0] == 0
     given = of_run(tmp_path / "found", run)
-    kill_in_its_second_batch(given, log, Hold(tmp_path / "hold", "reward 2"))
+    kill_in_its_second_batch(given, log, tmp_path / "hold")
     shutil.rmtree(run.checkpoint(step))
     code, printed = commands.run(given, log, script="evaluate")
     assert code == 0 and f"│ {step} " in printed
@@ -394,8 +385,7 @@ def test_a_held_checkpoint_outlives_the_one_of_the_run_and_takes_no_space(tmp_pa
 def test_evaluation_only_tasks_are_evaluated_each_from_its_own_rows(shared, policy, tmp_path, log):
     given = [f"model.name={policy}", f"evaluations_dir={tmp_path}", "tasks=[math500,aime24]", "k=2"]
     given += [f"task.path='{shared}/data/${{task.name}}'", "task.max_eval_rows=3", "task.max_completion_length=8"]
-    code, printed = commands.run(given, log, script="evaluate")
-    assert code == 0, printed
+    printed = commands.done(given, log, script="evaluate")
     for task in ("math500", "aime24"):
         folder = the_evaluation(tmp_path / task)
         drawn = rows(folder.samples_file)
@@ -406,15 +396,11 @@ def test_evaluation_only_tasks_are_evaluated_each_from_its_own_rows(shared, poli
 
 
 def test_a_task_with_tools_counts_both_kinds_of_tokens_and_resumes(tmp_path, log):
-    from otb.policies.tiny_warm_start import WarmStart, warm_start
-    from otb.tasks.arithmetic_tools import ArithmeticTools
-
     caller = warm_start(ArithmeticTools(), WarmStart(steps=60, careful_steps=60, batch=16), tmp_path)
     given = [f"model.name={caller}", "tasks=[arithmetic_tools,arithmetic]", "sandbox=unsafe_subprocess", "k=2"]
     given += ["task.eval_prompts=8", "rollouts_per_batch=8"]
     for name in ("whole", "resumed"):
-        code, printed = commands.run([*given, f"evaluations_dir={tmp_path / name}"], log, script="evaluate")
-        assert code == 0, printed
+        commands.done([*given, f"evaluations_dir={tmp_path / name}"], log, script="evaluate")
         folder = the_evaluation(tmp_path / name / "arithmetic_tools")
         lines = folder.samples_file.read_bytes().splitlines(keepends=True)
         if name == "whole":
@@ -434,9 +420,7 @@ def test_a_task_with_tools_counts_both_kinds_of_tokens_and_resumes(tmp_path, log
 
 
 def planned(*overrides: str, processes: int = 1):
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):  # in which `plan` composes each task
         return plan(compose("evaluate", overrides=list(overrides)), list(overrides), "arithmetic", processes)
 
 
@@ -449,10 +433,7 @@ def test_any_maths_set_is_evaluated_with_python_by_its_number_of_turns():
 
 
 def test_a_run_with_python_is_evaluated_with_python_and_its_own_limits(tmp_path):
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        recorded = compose("config", ["task=dapo_math_tools", "task.max_completion_length=2048"])
+    recorded = composed("task=dapo_math_tools", "task.max_completion_length=2048")
     OmegaConf.save(recorded, tmp_path / "config.yaml", resolve=True)
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
     sets = planned(f"run={tmp_path}", "tasks=[aime25,arithmetic]").configurations
@@ -463,21 +444,23 @@ def test_a_run_with_python_is_evaluated_with_python_and_its_own_limits(tmp_path)
     assert typed.configurations["aime25"].task.max_completion_length == 512
 
 
-def test_one_vllm_serves_sets_with_python_or_without(monkeypatch):
+@pytest.fixture
+def with_vllm(monkeypatch):
+    """A machine with vLLM and one GPU, as far as the checks are concerned."""
     monkeypatch.setattr("experiments.running.hardware.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("experiments.running.hardware.visible_gpus", lambda: ["0"])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def test_one_vllm_serves_sets_with_python_or_without(with_vllm):
     for tasks in ("[gsm8k_tools,math_lvl3to5_tools]", "[aime24,amc23]"):
         planned(f"tasks={tasks}", "rollouts_by=vllm")
     with pytest.raises(RunError, match="with and without Python, and each kind needs its own vLLM.*one command"):
         planned("tasks=[gsm8k_tools,gsm8k]", "rollouts_by=vllm")
 
 
-def test_a_set_with_python_is_refused_on_a_server_wherever_it_stands_among_the_tasks(monkeypatch):
-    monkeypatch.setattr("experiments.running.hardware.importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("experiments.running.hardware.visible_gpus", lambda: ["0"])
+def test_a_set_with_python_is_refused_on_a_server_wherever_it_stands_among_the_tasks(with_vllm, monkeypatch):
     monkeypatch.setattr("experiments.evaluation.command.wait_for_server", lambda cfg: None)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     asked = ["tasks=[gsm8k,gsm8k_tools]", "rollouts_by=vllm_server"]
     with pytest.raises(RunError, match="rollouts_by=vllm_server with tools on 2 processes"):
         planned(*asked, processes=2)
@@ -504,7 +487,6 @@ REFUSED = {
     ("task=gsm8k", "task.eval_split=null"): ("task gsm8k", "nothing to evaluate on", "tasks=[math500]"),
     ("task=gsm8",): ("task=gsm8", "not one of the choices", "Did you mean gsm8k?"),
     ("run=nowhere",): ("run=nowhere", "is not a folder", "Give a run directory"),
-    ("run=docs",): ("run=docs", "has no run's config.yaml", "Give a run directory"),
     ("run=conf",): ("run=conf", "has no run's config.yaml", "Give a run directory"),
     ("watch=true",): ("watch=true", "run is not set", "Add run=RUN"),
     ("watch=perhaps",): ("watch=perhaps", "true or false", "Try watch=false"),

@@ -5,13 +5,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from otb import exact_norms
 from otb.exact_norms import trainable
 from otb.laboratory import workers
 from otb.laboratory.scores import Measured, Rollout, Sketch, forward, measure
 from otb.score_norms import log_sum_squared_probs
+from tests.support.trainers import with_adapter
 
 TEMPERATURE, SIZE = 0.7, 61
 # the second has a tool span: prompt of 4, two own tokens, three tool tokens, one own token
@@ -24,14 +24,6 @@ ROLLOUTS = [
 @pytest.fixture
 def model(untrained):
     return untrained.eval()
-
-
-def lora(model):
-    wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:  # initially zero, which would make half of the score 0
-            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
-    return wrapped.eval()
 
 
 def naive(model, rollout):
@@ -47,7 +39,7 @@ def naive(model, rollout):
     return [torch.stack(each) for each in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["all parameters", "lora"])
+@pytest.mark.parametrize("wrap", [lambda model: model, with_adapter], ids=["all parameters", "lora"])
 @pytest.mark.parametrize("at_once", [(10**9, 16), (10**9, 2), (1, 16)], ids=["one block", "two", "token by token"])
 def test_scores_are_those_of_autograd_token_by_token_and_blocks_change_nothing(model, wrap, at_once, monkeypatch):
     monkeypatch.setattr(exact_norms, "NUMBERS_AT_ONCE", at_once[0])
@@ -74,7 +66,7 @@ def split(scores, model):
 
 def test_lora_counts_only_what_it_trains(model):
     whole = sum(parameter.numel() for parameter in trainable(model))
-    wrapped = lora(model)
+    wrapped = with_adapter(model)
     adapter = [p for name, p in wrapped.named_parameters() if "lora_" in name]
     assert sum(p.numel() for p in trainable(wrapped)) == sum(p.numel() for p in adapter) < whole / 5
     assert len(Sketch(trainable(wrapped), SIZE)._signs) == len(adapter)

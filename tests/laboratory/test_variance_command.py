@@ -6,13 +6,13 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
 
 from experiments.variance import apply_quick, check, directory
 from otb.laboratory.scores import Measured
 from otb.records import RunDirectory
 from tests.support import commands
 from tests.support.commands import ROOT
+from tests.support.recipes import composed
 
 SMALL = {
     "task._target_": "tests.support.parity_task.Parity",
@@ -44,9 +44,7 @@ def laboratory(log, policy, runs_dir, quick=True, **changed) -> str:
     values = SMALL | {"model.name": policy, "runs_dir": runs_dir}
     values |= {key.replace("__", "."): value for key, value in changed.items()}
     given = [f"{key}={value}" for key, value in values.items()]
-    code, printed = commands.run(given, log, script="variance", quick=quick)
-    assert code == 0, printed
-    return printed
+    return commands.done(given, log, script="variance", quick=quick)
 
 
 def the_folder(runs_dir):
@@ -64,8 +62,7 @@ def runs(policy, tmp_path_factory, log):
     found = {}
     for name, changed in (("whole", {}), ("adapter", {"model__lora__r": 2})):
         runs_dir = tmp_path_factory.mktemp(name)
-        code, printed = commands.run(commands.arguments(runs_dir, model__name=policy, steps=2, **changed), log)
-        assert code == 0, printed
+        commands.done(commands.arguments(runs_dir, model__name=policy, steps=2, **changed), log)
         run = RunDirectory(commands.the_run(runs_dir))
         found[name] = run.checkpoint(max(run.checkpoint_steps()))
     return found
@@ -147,9 +144,7 @@ def test_a_measurement_is_of_the_weights_and_of_the_sandbox_where_programs_run(p
     weights = tmp_path / "policy" / "model.safetensors"
 
     def found(*overrides: str):
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = compose("variance", overrides=list(overrides))
-        return directory(cfg, {"task": "arithmetic", "model": "tiny"})
+        return directory(composed(*overrides, command="variance"), {"task": "arithmetic", "model": "tiny"})
 
     plain, tools, of_folder = [], ["task=arithmetic_tools"], [f"model.name={tmp_path / 'policy'}"]
     before = found(*of_folder)
@@ -211,8 +206,7 @@ def test_a_policy_that_is_not_sampled_from_its_softmax_is_refused(policy, tmp_pa
 
 
 def test_quick_changes_what_the_command_line_does_not_set():
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("variance", overrides=["quick=true", "samples=40"])
-        apply_quick(cfg, ["quick", "samples"])
-        assert (cfg.prompts, cfg.samples, cfg.oracle.prompts) == (12, 40, 4) and list(cfg.group_sizes) == [4, 8]
-        assert set(check(cfg)) == BASELINES and check(cfg)[:2] == ["rloo", "energy_probe"]
+    cfg = composed("quick=true", "samples=40", command="variance")
+    apply_quick(cfg, ["quick", "samples"])
+    assert (cfg.prompts, cfg.samples, cfg.oracle.prompts) == (12, 40, 4) and list(cfg.group_sizes) == [4, 8]
+    assert set(check(cfg)) == BASELINES and check(cfg)[:2] == ["rloo", "energy_probe"]

@@ -5,14 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from experiments import checks
 from otb.errors import RunError
 from otb.policies.models import describe_policy, load_model, model_facts, policy_folder
-from tests.support.commands import ROOT
+from tests.support.recipes import composed
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<pad>"
 TEMPLATE = (
@@ -164,7 +163,5 @@ def test_a_file_that_is_none_is_refused_with_what_it_must_be(tmp_path, monkeypat
 def test_gguf_files_are_refused_before_anything_is_loaded(tmp_path, monkeypatch, given, installed, said):
     (tmp_path / "a.gguf").touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True if installed else None)
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", [*given, f"model.name={tmp_path}"])
     with pytest.raises(RunError, match=said):
-        checks.check_model_and_task(cfg)
+        checks.check_model_and_task(composed(*given, f"model.name={tmp_path}"))

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +18,8 @@ from otb.errors import RunError
 from otb.policies.models import describe_policy, load_model, model_facts, policy_folder
 from otb.records import RunDirectory
 from tests.support import commands
-from tests.support.commands import ROOT, rows
+from tests.support.commands import rows
+from tests.support.recipes import composed
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
 
@@ -88,8 +88,7 @@ def test_several_processes_have_a_whole_folder_before_they_are_a_group(command, 
         if model == "adapter"
         else ["+model.warm_start.steps=1", "+model.warm_start.careful_steps=0"]
     )
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", [*given, "threads=1"])
+    cfg = composed(*given, "threads=1")
     with pytest.raises(KeyboardInterrupt):
         if command == "run":
             train(cfg, RunDirectory(tmp_path / "run"), None, [], Mock(), None)
@@ -150,10 +149,8 @@ def test_an_adapter_on_top_of_a_merged_one_is_merged_with_both(policy, adapter, 
 )
 def test_adapters_that_cannot_be_used_are_refused_before_anything_is_loaded(adapter, changed, said):
     change(adapter / "adapter_config.json", **changed)
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", [f"model.name={adapter}"])
     with pytest.raises(RunError, match=f"model.name={adapter} is an adapter of .*{said}"):
-        checks.check_model_and_task(cfg)
+        checks.check_model_and_task(composed(f"model.name={adapter}"))
 
 
 def test_a_damaged_configuration_of_an_adapter_is_refused(adapter):
@@ -187,10 +184,8 @@ def test_settings_of_the_tiny_policy_are_refused_by_the_size_of_the_base(adapter
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text('{"hidden_size": 4096}')
     change(adapter / "adapter_config.json", base_model_name_or_path=str(tmp_path / "large"))
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", [f"model.name={adapter}"])
     with pytest.raises(RunError, match="would get the settings of model=tiny"):
-        checks.check_model_and_task(cfg)
+        checks.check_model_and_task(composed(f"model.name={adapter}"))
 
 
 def test_the_planner_counts_the_architecture_of_the_base(policy, adapter):
@@ -201,14 +196,12 @@ def test_the_best_checkpoint_of_a_run_with_lora_is_a_model_for_another_run(polic
     """With the same draws, it begins with the accuracy that the first run measured at that checkpoint."""
     sizes = {"task__eval_prompts": 32, "evaluation__every": 1, "checkpoint_every": 1, "steps": 2, "learning_rate": 0.03}
     given = commands.arguments(tmp_path / "first", model__name=policy, model__lora__r=2, **sizes)
-    code, printed = commands.run(given, tmp_path / "log")
-    assert code == 0, printed
+    commands.done(given, tmp_path / "log")
     first = RunDirectory(commands.the_run(tmp_path / "first"))
     best = first.checkpoint(first.best_checkpoint_step())
     assert (best / "adapter_config.json").exists() and not (best / "config.json").exists()
     given = commands.arguments(tmp_path / "second", model__name=best, **sizes)
-    code, printed = commands.run(given, tmp_path / "log")
-    assert code == 0, printed
+    commands.done(given, tmp_path / "log")
     second = RunDirectory(commands.the_run(tmp_path / "second"))
     measured = {row["step"]: row["accuracy"] for row in rows(first.evaluations_file)}
     assert rows(second.evaluations_file)[0]["accuracy"] == measured[first.best_checkpoint_step()] != measured[0]

@@ -3,19 +3,19 @@
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import trl
-from hydra import compose, initialize_config_dir
 from peft import LoraConfig
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import get_json_schema
 
 from experiments import warm_start as command
-from experiments.running import warm_starting
+from experiments.running import make_policy
 from otb.errors import RunError
 from otb.policies.supervised import Supervision, ordered, sft_trainer, supervised
 from otb.policies.tiny_policy import END, TOOL_TAGS, build_model
@@ -24,8 +24,7 @@ from otb.tasks.arithmetic import Arithmetic
 from otb.tasks.arithmetic_tools import ArithmeticTools
 from otb.tasks.maths import Maths, worked_solution
 from otb.tasks.python_tool import PythonTool
-from tests.support import commands
-from tests.support.commands import ROOT
+from tests.support import commands, recipes
 
 CHATS = Arithmetic(instruction="Add up.").demonstrations(seed=0, n=8)
 HOW = Supervision(steps=2, forward=4, forwards=2, learning_rate=1e-3, seed=0, bf16=False, use_cpu=True)
@@ -189,11 +188,7 @@ def test_solutions_are_drawn_by_the_seed_and_more_of_them_only_add(maths):
 # ---- the command
 
 
-def composed(*given: str):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("warm_start", list(given))
-
-
+composed = partial(recipes.composed, command="warm_start")
 GIVEN = ["model.dtype=float32", "demonstrations=16", "demonstrations_per_step=8", "learning_rate=1e-3"]
 
 
@@ -235,7 +230,7 @@ def test_demonstrations_of_a_maths_task_are_its_solutions(maths, tmp_path):
     cfg = composed(*given, "model.name=x/y", f"output={tmp_path / 'o'}")
     assert command.check(composed(*given, "demonstrations_per_step=2", "model.name=x/y", f"output={tmp_path / 'o'}"))
     task = maths(solution_column="answer")
-    assert warm_starting.demonstrations(cfg, task) == task.solutions(0, 2)
+    assert make_policy.demonstrations(cfg, task) == task.solutions(0, 2)
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,6 @@ def test_a_run_on_two_nodes_is_that_of_as_many_processes_on_one(sweeps):
 
 
 def test_two_hundred_runs_are_sent_as_one_array_without_torch(cluster, tmp_path):
-    """benchmarks/startup.py has the seconds."""
     seeds = ",".join(map(str, range(50)))
     code = (
         "import sys; from experiments.run import command_line\n"

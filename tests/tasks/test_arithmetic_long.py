@@ -1,18 +1,15 @@
 """Tests the long arithmetic tasks: mistakes and repairs, lengths with a tail, replies that equal Python's."""
 
-import inspect
 import re
 from statistics import mean
 
 import pytest
-import yaml
-from hydra import compose, initialize_config_dir
 
 from experiments.running.build import build
 from otb.policies.tiny_policy import build_tokenizer
 from otb.tasks.arithmetic_long import ArithmeticLong, terms_of
 from otb.tasks.arithmetic_long_tools import ArithmeticLongTools
-from tests.support.commands import ROOT
+from tests.support.recipes import composed
 
 SHOWN = 600
 TASKS = {"arithmetic_long": ArithmeticLong, "arithmetic_long_tools": ArithmeticLongTools}
@@ -97,16 +94,7 @@ def test_python_replies_to_a_demonstrated_call_what_python_would():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_yaml_holds_the_defaults_of_the_signature(name):
-    values = yaml.safe_load((ROOT / f"conf/task/{name}.yaml").read_text())
-    assert values.pop("_target_") == f"otb.tasks.{name}.{TASKS[name].__name__}"
-    values["instruction"] = None  # the value for model=tiny
-    assert values == {key: p.default for key, p in inspect.signature(TASKS[name]).parameters.items()}
-
-
-@pytest.mark.parametrize("name", TASKS)
 def test_models_other_than_the_tiny_one_are_told_what_the_letters_ask_for(name):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        tiny, other = (build(compose("config", [f"model={m}", f"task={name}"]), "task") for m in ("tiny", "hub"))
+    tiny, other = (build(composed(f"model={model}", f"task={name}"), "task") for model in ("tiny", "hub"))
     bare, told = (task.eval_dataset()[0]["prompt"][-1]["content"] for task in (tiny, other))
     assert told == f"{bare}\n\n{other.instruction}"

@@ -183,7 +183,7 @@ def asked(monkeypatch):
 
 
 def test_plain_answers_are_graded_without_math_verify(asked):
-    # Responses of 30 KB, about 8192 tokens, full of braces before the final box; benchmarks/grading.py times them.
+    # Responses of 30 KB, about 8192 tokens, full of braces before the final box.
     texts = ["\\frac{1}{2} + " * 2_300 + f"\\boxed{{{i}}}" for i in range(64)]
     grades = grade_batch(texts, [f"{i}.0" for i in range(64)])
     assert all(found.outcome is Outcome.CORRECT for found in grades) and asked == []
