@@ -51,7 +51,7 @@ SEAMS: dict[str, dict[str, str]] = {
         "create_scheduler(num_training_steps, optimizer)": "extended: a schedule of our own",
         "_created_lr_scheduler": "makes a second train() begin with its own schedule",
         "use_vllm": "set for a SamplerCopy, so that TRL asks vllm_generation for rollouts and weighs what differs",
-        "vllm_mode": '"colocate" where the engine is in these processes; "server" makes the tool loop take the model\'s context',
+        "vllm_mode": '"colocate" where the engine is in these processes; "server" has the context of the model',
         "vllm_generation": "vLLM's engine, or a SamplerCopy",
         "_last_loaded_step": "the step whose weights the sampler has; -1 makes it take them again",
         "eos_token_ids": "the tokens that end a response",

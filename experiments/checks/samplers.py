@@ -7,7 +7,7 @@ import importlib.util
 from omegaconf import DictConfig
 
 from experiments.checks.values import check_numbers, whole_number
-from experiments.planning.step import SAMPLES_HERE
+from experiments.planning.memory import SAMPLES_HERE
 from experiments.running.processes import counted
 from otb.errors import RunError
 from otb.values import Rule, is_positive

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from experiments.planning.fit import vllm_gpus, vllm_share
-from experiments.planning.step import SAMPLES_HERE
+from experiments.planning.memory import SAMPLES_HERE
 from experiments.running import devices
 from experiments.running.build import Run
 from otb.refusals import NOW, Options

@@ -27,7 +27,7 @@ from otb.tasks import Task
 from otb.training.options import Batches
 
 
-def warm_start(cfg: DictConfig, task: Task, output: Path, step: Batches, record: dict) -> dict:
+def make_policy(cfg: DictConfig, task: Task, output: Path, step: Batches, record: dict) -> dict:
     """Writes the policy to `output`, whole or not at all, and returns its record with what was measured.
 
     record: what is known already. Raises RunError where data, tokenizer or weights cannot be loaded.
