@@ -40,7 +40,7 @@ NUMBERS = {
     **dict.fromkeys(("fit_steps", "prompts_per_step", "partitions", "oracle.rollouts"), whole_number(1)),
     **dict.fromkeys(("seed", "oracle.prompts"), whole_number(0)),
     "oracle.continuations": whole_number(2),
-    "workers": whole_number(1, 2, "null for one per core"),
+    "workers": whole_number(1, null="null for one per core"),
 }
 
 
