@@ -9,8 +9,6 @@ Each prompt's measurements are saved at once: the same command resumes after a k
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from experiments import checks
 from experiments.checks.files import check_files, check_training_rows
 from experiments.checks.values import check_numbers, check_true_or_false, whole_number
+from experiments.measuring.asked import asked_estimators, check_checkpoint, measurement_folder, shipped_estimators
 from experiments.running.build import opened
-from experiments.running.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
-from experiments.running.identity import kept_keys, of_sandbox, weights_digest
+from experiments.running.command_line import CONF, exit_codes, refusals, run_hydra
 from experiments.running.run_lock import RunLock
 from otb.errors import RunError
 from otb.files import write_atomically
@@ -91,8 +89,7 @@ def check(cfg: DictConfig) -> tuple[list[str], Task, Sandbox | None]:
             f"oracle.continuations={cfg.oracle.continuations} must be even, because each half makes an estimate. Try "
             f"oracle.continuations={cfg.oracle.continuations + 1}."
         )
-    if cfg.checkpoint is not None and not Path(str(cfg.checkpoint)).expanduser().is_dir():
-        raise RunError(f"checkpoint={cfg.checkpoint} is not a folder. Give RUN/checkpoints/step-XXXXXXXX.")
+    check_checkpoint(cfg)
     names = estimators(cfg)
     task, sandbox = checks.check_policy_and_task(cfg)
     check_training_rows(task)
@@ -101,25 +98,12 @@ def check(cfg: DictConfig) -> tuple[list[str], Task, Sandbox | None]:
 
 def estimators(cfg: DictConfig) -> list[str]:
     """Returns the names of the estimators: rloo and energy_probe, which all are compared with, and those asked for."""
-    known = sorted(path.stem for path in (CONF / "baseline").glob("*.yaml"))
-    asked = known if cfg.estimators is None else OmegaConf.to_container(cfg)["estimators"]
-    asked = asked if isinstance(asked, list) else [str(asked)]
-    for name in asked:
-        if name not in known:
-            raise RunError(f"estimators: {name} is not a baseline.{near_miss(name, known)} Known: {known}.")
-    return list(dict.fromkeys(["rloo", "energy_probe", *asked]))
+    return list(dict.fromkeys(["rloo", "energy_probe", *asked_estimators(cfg, shipped_estimators())]))
 
 
 def directory(cfg: DictConfig, task: Task, choices: dict[str, str]) -> Path:
     """Returns runs_dir/variance/TASK-MODEL[-STEP]-DIGEST, with a digest of everything that measurements depend on."""
-    config = OmegaConf.to_container(cfg, resolve=True)
-    identity = {key: config[key] for key in MEASUREMENT} | {key: kept_keys(config, key) for key in ("task", "model")}
-    identity["checkpoint"] = weights_digest(cfg.model, cfg.checkpoint)
-    if task.environment is not None:
-        identity["sandbox"] = of_sandbox(config)
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    checkpoint = [] if cfg.checkpoint is None else [Path(cfg.checkpoint).name]
-    return Path(cfg.runs_dir) / "variance" / "-".join([choices["task"], choices["model"], *checkpoint, digest])
+    return measurement_folder(cfg, task, choices, "variance", MEASUREMENT)
 
 
 def command_line(arguments: list[str]) -> None:

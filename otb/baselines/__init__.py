@@ -92,6 +92,11 @@ def needs_scores(baseline: Callable) -> bool:
     return bool(needs_of(baseline) & SCORES)
 
 
+def reads_probabilities_alone(baseline: Callable) -> bool:
+    """Returns whether rewards, lengths and score norms are all that the baseline reads, so that rollouts suffice."""
+    return needs_of(baseline) <= {"score_norms"} and not carries_state(baseline)
+
+
 def carries_state(baseline: Callable) -> TypeGuard[StatefulBaseline]:
     """Returns whether the baseline learns over the steps."""
     return hasattr(baseline, "update")

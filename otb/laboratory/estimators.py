@@ -97,12 +97,18 @@ def rollout_advantages(baseline: Callable, prompt: Prompt, members: Tensor) -> T
     members (K, n, N) int: the rollouts of the n groups of each partition.
     """
     rows, totals = baseline.reduce(prompt.states()) if hasattr(baseline, "reduce") else ({}, {})
-    groups = members.flatten(0, 1)
-    rollouts = prompt.groups(groups, rows, totals)
-    in_groups = advantages(rollouts, baseline(rollouts))  # (K * n, N, T or 1)
+    rollouts = prompt.groups(members.flatten(0, 1), rows, totals)
+    return per_rollout(advantages(rollouts, baseline(rollouts)), members, len(prompt.rewards))
+
+
+def per_rollout(in_groups: Tensor, members: Tensor, count: int) -> Tensor:
+    """Puts the advantages of groups where their rollouts are, 0 for rollouts in no group. -> (K, count, T or 1).
+
+    in_groups (K * n, N, T or 1); members (K, n, N) int: which of the `count` rollouts are in each group.
+    """
     drawn = in_groups.view(len(members), -1, in_groups.shape[-1])  # (K, n * N, T or 1)
     index = members.flatten(1).unsqueeze(-1).expand_as(drawn)
-    return drawn.new_zeros(len(members), len(prompt.rewards), drawn.shape[-1]).scatter(1, index, drawn)
+    return drawn.new_zeros(len(members), count, drawn.shape[-1]).scatter(1, index, drawn)
 
 
 def rollout_gradients(prompt: Prompt, advantage: Tensor) -> Tensor:

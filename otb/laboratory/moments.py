@@ -39,10 +39,14 @@ def truth(reference: Tensor) -> float:
     return ((reference.sum(0).square().sum() - reference.square().sum()) / (count * (count - 1))).item()
 
 
-def partitions(rollouts: int, size: int, count: int, generator: torch.Generator) -> Tensor:
-    """Returns random partitions of the rollouts into n = rollouts // size groups, (count, n, size) int."""
+def partitions(rollouts: int, size: int, count: int, generator: torch.Generator, least: int = 2) -> Tensor:
+    """Returns random partitions of the rollouts into n = rollouts // size groups, (count, n, size) int.
+
+    least: the fewest groups that are enough; a variance needs two. Raises ValueError for fewer.
+    """
     groups = rollouts // size
-    if groups < 2:
-        raise ValueError(f"{rollouts} rollouts make fewer than two groups of {size}. Try samples={2 * size}.")
+    if groups < least:
+        words = {1: "one group", 2: "two groups"}[least]
+        raise ValueError(f"{rollouts} rollouts make fewer than {words} of {size}. Try samples={least * size}.")
     draws = [torch.randperm(rollouts, generator=generator)[: groups * size] for _ in range(count)]
     return torch.stack(draws).unflatten(1, (groups, size))

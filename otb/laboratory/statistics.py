@@ -28,8 +28,7 @@ def estimator_statistics(table: pd.DataFrame, seed: int = 0, resamples: int = RE
     NaN: the estimate of a denominator is not positive. KeyError: an estimator lacks a prompt.
     """
     prompts = np.sort(table.prompt.unique())
-    draws = np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), resamples)
-    weights = np.vstack([np.ones(len(prompts), dtype=int), draws])  # the first row is the sample itself
+    weights = resampled(len(prompts), seed, resamples)
     rows, noises = [], {}
     for (estimator, size), part in table.groupby(["estimator", "group_size"], sort=False):
         sums = weights @ part.set_index("prompt").loc[prompts, list(MOMENTS)].to_numpy()  # (1 + resamples, 4)
@@ -45,6 +44,12 @@ def estimator_statistics(table: pd.DataFrame, seed: int = 0, resamples: int = RE
             if (against, row["group_size"]) in noises:
                 row[column] = row["noise"] / noises[against, row["group_size"]]
     return pd.DataFrame([interval_columns(row) for row in rows])
+
+
+def resampled(prompts: int, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
+    """Returns how often each prompt is in each resample, (1 + resamples, prompts); the first is the sample itself."""
+    draws = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), resamples)
+    return np.vstack([np.ones(prompts, dtype=int), draws])
 
 
 def statistics(sums: dict[str, np.ndarray], prompts: int) -> dict[str, np.ndarray]:

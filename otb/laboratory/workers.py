@@ -21,9 +21,9 @@ from otb.rollouts import joined
 _policy: dict = {}  # model, sketch and temperature of this process
 
 
-def load_policy(base: str, revision: str | None, adapter: str | None):
-    """Returns the policy in float32 and evaluation mode. adapter: a folder with a LoRA adapter, or None."""
-    model = load_model(base, revision, "float32")
+def load_policy(base: str, revision: str | None, adapter: str | None, dtype: str = "float32"):
+    """Returns the policy in evaluation mode. adapter: a folder with a LoRA adapter, or None."""
+    model = load_model(base, revision, dtype)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     return model.eval()
