@@ -20,7 +20,7 @@ def shipped_estimators() -> list[str]:
 
 
 def asked_estimators(cfg: DictConfig, known: list[str]) -> list[str]:
-    """Returns the names in `estimators`, all of `known` where it is null. Raises RunError for one that is no baseline."""
+    """Returns the names in `estimators`, `known` where it is null. Raises RunError for one that is no baseline."""
     if cfg.estimators is None:
         return known
     asked = OmegaConf.to_container(cfg)["estimators"]

@@ -113,8 +113,8 @@ def check_spread(prompts: list[ScoredRollouts], where: str) -> None:
     """Raises RunError where no prompt has rollouts of different rewards."""
     if not mixed(prompts):
         raise RunError(
-            f"{where}: in none of the {len(prompts)} prompts do rewards differ, so rloo has no gradient and nothing can "
-            "be compared with it. Try more prompts, or a task that the policy solves sometimes."
+            f"{where}: rewards differ in none of the {len(prompts)} prompts, so rloo has no gradient to compare with. "
+            "Try more prompts, or a task that the policy solves sometimes."
         )
 
 

@@ -16,6 +16,7 @@ from otb.laboratory.statistics import interval_columns, resampled
 
 PIECES = (1, 2, 4, 8, 16, 32)  # of the response, with a number each: the functions of t that are fitted
 FEWEST_ROLLOUTS = 16  # of a prompt, to fit on half of them
+SPLITS = 8  # random halvings of a prompt's rollouts, over which V is averaged
 FIFTHS = 5
 
 
@@ -56,9 +57,9 @@ def mixed(prompts: list[ScoredRollouts]) -> list[ScoredRollouts]:
 
 def _cross_fitted(prompt: ScoredRollouts, generator: torch.Generator) -> list[float]:
     """Returns V of the mean reward and of the best function with each of PIECES, fitted on the other half."""
-    halves = torch.randperm(len(prompt.rewards), generator=generator).tensor_split(2)
+    halves = [torch.randperm(len(prompt.rewards), generator=generator).tensor_split(2) for _ in range(SPLITS)]
     totals = np.zeros(1 + len(PIECES))
-    for fit, judge in (halves, halves[::-1]):
+    for fit, judge in [*halves, *(halved[::-1] for halved in halves)]:
         w, rewards = prompt.score_norms[fit].double(), prompt.rewards[fit].double()
         fitted = [rewards.mean().expand(w.shape[1]), *(best_function(w, rewards, pieces) for pieces in PIECES)]
         judged = prompt.score_norms[judge].double(), prompt.rewards[judge].double()

@@ -73,8 +73,8 @@ def forecast(
 ) -> pd.DataFrame:
     """Returns a row per estimator and group size: the forecast with its 95 % bootstrap interval over prompts.
 
-    estimators: name -> baseline that `reads_probabilities_alone`, `rloo` among them. sizes: N. count: random partitions of
-    each prompt's rollouts. Prompts with fewer than N rollouts are left out at that size.
+    estimators: name -> baseline that `reads_probabilities_alone`, `rloo` among them. sizes: N. count: random partitions
+    of each prompt's rollouts. Prompts with fewer than N rollouts are left out at that size.
     -> estimator, group_size, prompts, unbiased (None: no claim), scale c, forecast with _low and _high, and
     self_inclusion: the share of the gain 1 - forecast that is lost by NAME_loo, NaN without one or without a gain.
     All estimators share their resamples, so ratios are paired. A forecast is NaN where c or RLOO's energy is not
