@@ -68,6 +68,7 @@ def document() -> str:
         if keys and group != "experiment":  # a recipe sets the keys of a run
             parts.append(table(keys, prefix=group.replace("/", ".") + ".", files=files))
     parts += ["## The laboratory: `experiments/variance.py`\n", table(keys_of(CONF / "variance.yaml"))]
+    parts += ["## The forecast: `experiments/forecast.py`\n", table(keys_of(CONF / "forecast.yaml"))]
     parts += [WARM_START, table(keys_of(CONF / "warm_start.yaml"))]
     parts += [PLAN, table([key for key in keys_of(CONF / "plan.yaml") if key.meaning])]
     return "\n".join(parts).rstrip() + "\n"

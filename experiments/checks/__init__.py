@@ -6,7 +6,7 @@ under TYPE_CHECKING, baselines import torch inside their functions, the options 
 file (fields.py), and run.py imports train.py last. tests/promises/test_architecture.py lists the modules that must stay
 light.
 
-Called by experiments/run.py, experiments/variance.py, and for every run of a sweep by experiments/sweeps/runs_of.py.
+Called by run.py, variance.py and forecast.py of experiments/, and for every run of a sweep by sweeps/runs_of.py there.
 """
 
 from __future__ import annotations

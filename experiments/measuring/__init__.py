@@ -1,1 +1,1 @@
-"""Runs the variance laboratory, for experiments/variance.py."""
+"""Runs the variance laboratory and the forecast, for experiments/variance.py and experiments/forecast.py."""

@@ -128,9 +128,11 @@ def _ratios(sums: dict[str, np.ndarray], unbiased: dict[str, bool | None]) -> li
 
 
 def _self_inclusion(table: pd.DataFrame) -> list[float]:
-    found = table.set_index(["estimator", "group_size"]).forecast
+    """Returns the share of each row's gain that its leave-one-out form loses; NaN without such a form or a gain."""
+    names, sizes, forecasts = (table[name].tolist() for name in ("estimator", "group_size", "forecast"))
+    found = dict(zip(zip(names, sizes, strict=True), forecasts, strict=True))
     shares = []
-    for row in table.itertuples():
-        without = found.get((f"{row.estimator}_loo", row.group_size), np.nan)
-        shares.append((without - row.forecast) / (1 - row.forecast) if row.forecast < 1 else np.nan)
+    for (name, size), with_itself in found.items():
+        without = found.get((f"{name}_loo", size), np.nan)
+        shares.append((without - with_itself) / (1 - with_itself) if with_itself < 1 else np.nan)
     return shares

@@ -26,13 +26,13 @@ def test_documented_keys_are_those_of_the_yamls():
 @pytest.mark.parametrize("group", ["", *keys.TITLES])
 def test_every_key_has_a_comment_beside_it_in_a_yaml_of_its_group(group):
     """An experiment sets keys of the run, which have theirs in config.yaml."""
-    commands = [ROOT / "conf" / f"{name}.yaml" for name in ("config", "variance", "warm_start")]
+    commands = [ROOT / "conf" / f"{name}.yaml" for name in ("config", "variance", "forecast", "warm_start")]
     files = keys.choices(group) if group else commands
     found = [] if group == "experiment" else keys.with_meanings([key for file in files for key in keys.keys_of(file)])
     assert [key.name for key in found if not key.meaning] == []
 
 
-@pytest.mark.parametrize("command", ["config", "variance", "warm_start"])
+@pytest.mark.parametrize("command", ["config", "variance", "forecast", "warm_start"])
 def test_every_key_that_a_command_composes_is_documented(command):
     documented = (ROOT / "docs" / "keys.md").read_text()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

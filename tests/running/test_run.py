@@ -118,9 +118,10 @@ def test_every_yaml_composes(group):
 
 
 @pytest.mark.parametrize("group", ["task", "model", "sandbox"])
-def test_every_yaml_composes_into_a_measurement_of_the_variance(group):
+def test_every_yaml_composes_into_a_measurement(group):
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for path in (ROOT / "conf" / group).glob("*.yaml"):
             assert compose("variance", overrides=[f"{group}={path.stem}"]).oracle.continuations
+            assert compose("forecast", overrides=[f"{group}={path.stem}"]).rollouts

@@ -1,4 +1,4 @@
-"""The real commands in processes that tests may kill: `run.py`, `variance.py` and `evaluate.py` in experiments/.
+"""The real commands in processes that tests may kill: the files of experiments/, such as `run.py`.
 
 They are forked from a server that has imported torch.
 
@@ -35,6 +35,8 @@ PRELOAD = [
     "experiments.running.summary",
     "experiments.variance",
     "experiments.measuring.laboratory",
+    "experiments.forecast",
+    "experiments.measuring.forecast_rollouts",
     "analysis.run_picture",
     "experiments.evaluate",
     "experiments.evaluation.evaluator",

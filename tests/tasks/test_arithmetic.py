@@ -84,12 +84,13 @@ def test_models_other_than_the_tiny_one_are_told_what_a_sum_asks_for(task):
     tasks = {
         (model, command): build(composed(f"model={model}", f"task={task}", command=command), "task")
         for model in ("tiny", "smollm2-135m")
-        for command in ("config", "evaluate", "variance")
+        for command in ("config", "evaluate", "variance", "forecast")
     }
     none = build(composed("model=smollm2-135m", f"task={task}", "task.instruction=null"), "task")
     tiny, told = tasks["tiny", "config"], tasks["smollm2-135m", "config"]
     assert tiny == tasks["tiny", "evaluate"] == none and told == tasks["smollm2-135m", "evaluate"]
     assert tiny == tasks["tiny", "variance"] and told == tasks["smollm2-135m", "variance"]
+    assert tiny == tasks["tiny", "forecast"] and told == tasks["smollm2-135m", "forecast"]
     pairs = list(zip(tiny.eval_dataset(), told.eval_dataset(), strict=True))
     assert all(re.fullmatch(r"\d([+-]\d){2,3}", bare["prompt"][-1]["content"]) for bare, _ in pairs)
     for bare, with_instruction in pairs:
