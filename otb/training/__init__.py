@@ -1,1 +1,1 @@
-"""What extends TRL: the trainer, its passes and its options."""
+"""Extends TRL: the trainer, its passes and its options."""

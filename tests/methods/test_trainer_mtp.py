@@ -276,7 +276,7 @@ def test_a_checkpoint_holds_the_head_beside_a_policy_that_loads_without_it(tmp_p
     assert torch.equal(flat(resumed.model), flat(whole.model))
     assert torch.equal(flat(method_of(resumed, AuxiliaryHead).head), flat(method_of(whole, AuxiliaryHead).head))
     (tmp_path / "run" / "checkpoint-2" / "mtp_head.pt").unlink()
-    with pytest.raises(ValueError, match="checkpoint-2 has no mtp_head.pt, and MTPHead continues from"):
+    with pytest.raises(ValueError, match="checkpoint-2 has no mtp_head.pt, but MTPHead continues from"):
         trained(OTBTrainer, tmp_path, untrained, tokenizer, occ, resume=str(tmp_path / "run" / "checkpoint-2"), **TWICE)
 
 
