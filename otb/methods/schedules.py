@@ -1,8 +1,8 @@
 """Lowers the learning rate when responses grow long: length-triggered decay (arXiv 2602.01826).
 
-`OTBTrainer(lr_schedule=...)` hands one to torch's LambdaLR, which keeps the state of a callable object in its own, so
-that it is in every checkpoint. `schedule=` of a run builds it (conf/schedule). Imports no torch.
-docs/neighbours/length_triggered.md holds the sources, and where they disagree.
+`OTBTrainer(lr_schedule=...)` gives the schedule to torch's LambdaLR. LambdaLR saves the attributes of a callable object
+in its own state, so every checkpoint holds them. A run builds the schedule from `schedule=` (conf/schedule). Importing
+this file imports no torch. docs/neighbours/length_triggered.md lists the sources, and our choices where they disagree.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ class LengthTriggeredDecay:
 
     factor(step) = w * max(floor, factor ^ floor(max(0, step - t0) / P)), P = period_factor * surge_step
 
-    Long before a run collapses by the mismatch between sampler and trainer, its responses grow longer (arXiv
-    2602.01826), and smaller updates hold the mismatch down. A step here is the number of optimizer steps done before,
-    as LambdaLR counts; the row of metrics.jsonl that it ends with has the next number.
+    Responses grow longer long before a run collapses from the mismatch between sampler and trainer, and smaller updates
+    keep the mismatch down (arXiv 2602.01826). `step` is the number of finished optimizer steps, as LambdaLR counts;
+    metrics.jsonl gives the row of this step the next number.
 
     Args:
-        warmup: Steps over which w rises to 1, in equal parts.
-        ratio: The surge is the first step whose mean response length is above `ratio` times that of the beginning.
-        baseline_steps: Batches of rollouts from which the length of the beginning is the mean; none of them fires.
-        period_factor: P over the step of the surge.
-        factor: What a decay multiplies the learning rate by.
-        floor: The least share of the learning rate that is left.
-        anchor: "start" counts the periods from the end of the warm-up, "surge" from the surge.
-        fixed_period: P where an earlier run has shown it; with anchor "start" no surge is waited for. None: by the
+        warmup: Steps over which w rises linearly to 1.
+        ratio: The surge is the first batch whose mean response length exceeds `ratio` times the initial length.
+        baseline_steps: The first batches; their mean response length is the initial length. None of them can be the
             surge.
+        period_factor: P = period_factor * step of the surge.
+        factor: Each decay multiplies the learning rate by it.
+        floor: The smallest share of the learning rate that remains.
+        anchor: Periods count from the end of the warm-up ("start") or from the surge ("surge").
+        fixed_period: P, if an earlier run has shown it; with anchor "start" the decay then needs no surge. None: the
+            surge determines P.
 
-    The options are part of the state: a resumed run keeps those that it began with.
+    The options are part of the state: a resumed run keeps the options that it began with.
 
     Raises:
         ValueError: A value is out of range.
@@ -65,16 +66,16 @@ class LengthTriggeredDecay:
         self.warmup, self.ratio, self.baseline_steps = warmup, ratio, baseline_steps
         self.period_factor, self.factor, self.floor = period_factor, factor, floor
         self.anchor, self.fixed_period = anchor, fixed_period
-        self.lengths: list[float] = []  # of the first batches
-        self.baseline: float | None = None  # their mean, in tokens
+        self.lengths: list[float] = []  # mean response lengths of the first batches
+        self.baseline: float | None = None  # the initial length: their mean, in own tokens
         self.surge_step: int | None = None
         refuse_out_of_range(vars(self), RULES)
         refuse_unknown("anchor", anchor, ("start", "surge"))
 
     def observe(self, step: int, mean_length: float) -> None:
-        """Takes the mean length of the responses of a batch, in own tokens, over all processes of the run.
+        """Takes the mean response length of a batch, in own tokens, over all processes.
 
-        step: optimizer steps done before the batch was sampled.
+        step: the number of optimizer steps finished before the batch was sampled.
         """
         if self.baseline is None:
             self.lengths.append(mean_length)
@@ -84,7 +85,7 @@ class LengthTriggeredDecay:
             self.surge_step = step
 
     def __call__(self, step: int) -> float:
-        """Returns what the learning rate of a step is multiplied by."""
+        """Returns the factor of the learning rate at a step."""
         warm = min(1.0, (step + 1) / self.warmup) if step < self.warmup else 1.0
         begun = self.warmup if self.anchor == "start" else self.surge_step
         if (period := self.period) is None or begun is None:
@@ -93,25 +94,25 @@ class LengthTriggeredDecay:
 
     @property
     def period(self) -> int | None:
-        """Steps between two decays; None as long as nothing has surged."""
+        """The number of steps between two decays; None before the surge, unless `fixed_period` is set."""
         if self.fixed_period is not None or self.surge_step is None:
             return self.fixed_period
         return max(1, int(self.period_factor * self.surge_step))
 
     def out_of_reach(self, longest: int) -> bool:
-        """Tells whether no batch can fire, as far as is known: responses have at most `longest` own tokens."""
+        """Tells whether the awaited surge can never come, because responses have at most `longest` own tokens."""
         waits = self.fixed_period is None or self.anchor == "surge"
-        known = self.baseline if self.baseline is not None else 1.0  # a response has one token at least
+        known = self.baseline if self.baseline is not None else 1.0  # a response has at least one token
         return waits and self.surge_step is None and known * self.ratio >= longest
 
     def metrics(self) -> dict[str, float]:
-        """Returns what a step logs of it: length of the beginning and step of the surge, once there are such."""
+        """Returns the initial length and the step of the surge for a step's log, as soon as each is known."""
         found = {"length_baseline": self.baseline, "length_surge_step": self.surge_step}
         return {name: value for name, value in found.items() if value is not None}
 
 
 class FollowedLengths(Method):
-    """Tells a schedule how long responses are."""
+    """Tells a schedule the mean response length of each batch, and warns if no surge can be seen."""
 
     def __init__(self, schedule: LengthTriggeredDecay):
         self.schedule = schedule
@@ -119,7 +120,7 @@ class FollowedLengths(Method):
     def scheduler(self, optimizer):
         from torch.optim.lr_scheduler import LambdaLR
 
-        return LambdaLR(optimizer, self.schedule)  # it keeps the schedule's attributes in its state, so checkpoints do
+        return LambdaLR(optimizer, self.schedule)
 
     def finish(self, step: Step) -> None:
         schedule, trainer = self.schedule, self.trainer
