@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="small sizes, for a machine without a GPU")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("gpu_session"))
-    parser.add_argument("--vectors", type=Path, help="outputs of the reference implementation (docs/conformance.md)")
+    parser.add_argument("--vectors", type=Path, help="outputs of the reference implementation (docs/reference.md)")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """`python -m otb.conformance FILE.npz` compares the formula and the trainer's form with a file of reference vectors.
 
 The file holds outputs of the reference implementation (verl, `optimal_token_baseline` and `tir_optimal_token_baseline`)
-in float64; the format is described in docs/conformance.md. Exit status 1 when a case disagrees.
+in float64; the format is described in docs/reference.md. Exit status 1 when a case disagrees.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_cases(path: str) -> Iterator[Case]:
     """Yields the cases of a reference file. Raises ValueError for a file of another format."""
     with np.load(path) as arrays:
         if "meta" not in arrays:
-            raise ValueError(f"{path} has no key 'meta' but {sorted(arrays)[:5]}; see docs/conformance.md.")
+            raise ValueError(f"{path} has no key 'meta' but {sorted(arrays)[:5]}; see docs/reference.md.")
         for index, meta in enumerate(json.loads(str(arrays["meta"]))):
             prefix = f"{index:02d}/"
             case = {key.removeprefix(prefix): arrays[key] for key in arrays if key.startswith(prefix)}
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cases = list(load_cases(path))
     except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
-        print(f"error: {path} is no file of reference vectors: {error}. See docs/conformance.md.", file=sys.stderr)
+        print(f"error: {path} is no file of reference vectors: {error}. See docs/reference.md.", file=sys.stderr)
         return 2
     columns = f"{'case':<22}{'formula, float64':>18}{'trainer, float32':>18}"
     print(f"{columns}   largest error; the trainer's over the spread")
