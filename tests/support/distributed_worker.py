@@ -1,6 +1,6 @@
-"""One rank of tests/trainer/test_distributed.py, one of two processes: training steps whose groups span both ranks.
+"""Runs one of the two ranks of tests/trainer/test_distributed.py: training steps whose groups span both ranks.
 
-Arguments: the folder of the policy, the folder in which each training gets one of its own.
+Arguments: the folder of the policy, and a folder in which each training gets a subfolder.
 """
 
 import json
@@ -54,7 +54,7 @@ class RankTrainer(RecordingTrainer):
 
 @declare(needs={"hidden_states", "score_norms", "sequence_norms", "prefix_norms"}, per_token=True)
 class KeepingProbe(EnergyProbe):
-    """An energy probe that keeps what this rank handed it and what it knew of all ranks' rollouts."""
+    """Extends the energy probe: keeps this rank's inputs and the rollouts of all ranks that it saw."""
 
     def __init__(self, **options):
         super().__init__(**options)

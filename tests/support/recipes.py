@@ -1,4 +1,4 @@
-"""Recipes of conf/experiment and what else is composed, as Hydra composes it for a run."""
+"""Composes recipes of conf/experiment and other configurations as Hydra does for a run."""
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,7 +16,7 @@ def composed(*overrides: str):
 
 
 def runs_of(cfg) -> list[list[str]]:
-    """The overrides of every run that `-m experiment=RECIPE` makes."""
+    """Returns the overrides of every run that `-m experiment=RECIPE` starts."""
     params = OmegaConf.to_container(cfg.hydra.sweeper.params)
     overrides = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in params.items()])
     (batch,) = Sweeper.split_arguments(overrides, None)

@@ -1,4 +1,4 @@
-"""The batches of a step: how its rollouts are divided over processes and forwards; options that are refused."""
+"""Tests how a step's rollouts are divided over processes and forwards, and which options are refused."""
 
 import re
 from functools import partial
@@ -117,7 +117,7 @@ def test_arguments_that_a_baseline_does_not_take_are_refused_before_the_model_lo
 
 
 class Scaled:
-    """A baseline that is an object."""
+    """Is a baseline that is an object."""
 
     def __call__(self, rollouts, by="reward"):
         return rollouts
