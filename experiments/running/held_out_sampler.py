@@ -80,8 +80,7 @@ class HeldOutSampler:
     def evaluating(self, reward: Callable, samples: int) -> Iterator[None]:
         """Makes TRL sample `samples` responses per prompt and grade them with `reward`, inside the block.
 
-        TRL then skips the forwards that only its loss needs: those of the policy that sampled and of the reference
-        model.
+        TRL then skips the forwards of the policy that sampled and of the reference model, which only its loss needs.
         """
         trainer = self.trainer
         options = {"num_generations_eval": samples, "reward_funcs": [reward], "reward_weights": torch.ones(1)}

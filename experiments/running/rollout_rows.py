@@ -1,4 +1,4 @@
-"""Makes the rows of rollouts/*.parquet (docs/runs.md), one per rollout. KeptRollouts writes them, analysis/ reads."""
+"""Makes the rows of rollouts/*.parquet (docs/runs.md). KeptRollouts writes them; analysis/ reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rollout_rows(
     """Yields a row for each kept rollout of the process `rank`.
 
     step: the batch. endings: how each rollout of this process ended. groups: keep only the first `groups` whole groups;
-    None keeps every rollout, including those of groups that span processes.
+    None keeps every rollout, even if its group spans processes.
     """
     rollouts, output, log_probs = step.rollouts, step.output, step.log_probs
     value = step.baseline.value if isinstance(step.baseline, Baseline) else step.baseline

@@ -157,7 +157,7 @@ class RunTrainer(OTBTrainer):
         self._step_started = time.perf_counter()
 
     def _any_process_warned(self) -> bool:
-        """Tells whether any process got a warning signal. All processes get one answer, to stop at the same step."""
+        """Tells whether any process got a warning signal. All processes get the same answer and stop at one step."""
         if self.accelerator.num_processes == 1:
             return received()
         return bool(self.accelerator.gather(torch.tensor([received()], device=self.accelerator.device)).any())

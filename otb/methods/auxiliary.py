@@ -1,4 +1,4 @@
-"""Holds the options of a multi-token-prediction head beside the policy, and refuses what they cannot work with.
+"""Holds the options of a multi-token-prediction head, and refuses options that it cannot work with.
 
 The head predicts the token after the next one (otb/methods/mtp.py). The mode decides how its loss acts on the policy;
 with `occ` the loss is weighted by how well policy and head move together (arXiv 2605.28184). OTBTrainer takes the
@@ -25,7 +25,7 @@ NEVER = ("use_liger_kernel", "cast_lm_head_to_fp32", "fp16", "torch_compile")  #
 RULES = {
     "weight": Rule("above 0", is_positive, 0.1),
     "lambda_plus": Rule("above 0", is_positive, 1),
-    "eps": Rule("above 0: it is added to what lambda is divided by", is_positive, 1e-8),
+    "eps": Rule("above 0: it is added to lambda's denominator", is_positive, 1e-8),
     "limit": Rule("above 0, or null for none", is_positive, 1, optional=True),
     "warmup": Rule("a whole number of steps >= 0", lambda value: value >= 0, 20, whole=True),
 }

@@ -146,7 +146,7 @@ class AuxiliaryHead(Method, TrainerCallback):
         count = max(sums["tokens"], 1.0)
         metrics = {"mtp_cross_entropy": sums["cross_entropy"] / count}
         accumulated = self.trainer.current_gradient_accumulation_steps
-        processes = self.trainer.accelerator.num_processes  # whose gradients are averaged
+        processes = self.trainer.accelerator.num_processes  # their gradients are averaged, so the loss is multiplied
         cross_entropy = -(of_head * own).sum() * (processes / count / accumulated)
         if not self.options.acts(self.trainer.state.global_step):
             return cross_entropy, metrics

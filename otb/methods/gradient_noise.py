@@ -2,7 +2,7 @@
 
 The expected squared norm of a mean gradient over B prompt groups is |mu|^2 + tr(Sigma) / B. Micro-batches measure it at
 a small B and the step's gradient at a large B, which gives two equations for two unknowns (arXiv 1812.06162, appendix
-A.1). OTBTrainer has a `GradientNoise` in its list if `measure_gradient_noise` is set.
+A.1). OTBTrainer uses `GradientNoise` if `measure_gradient_noise` is set.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GradientNoise(Method):
         """Numbers the rollouts before TRL shuffles them. Raises ValueError for rows with images."""
         if "pixel_values" in step.output:
             raise ValueError(
-                "measure_gradient_noise=True puts the rollouts of a prompt group together again, and the rows of "
+                "measure_gradient_noise=True puts the rollouts of a prompt group together again, but the rows of "
                 "pixel_values are patches, not rollouts. Use measure_gradient_noise=False."
             )
         ids = step.output["completion_ids"]

@@ -178,15 +178,14 @@ class ImprovementUpdate(Method):
         file = os.path.join(checkpoint, name)
         if not os.path.exists(file):
             raise ValueError(
-                f"{checkpoint} has no {name}, and an improvement update goes on from the batch of the step before. "
+                f"{checkpoint} has no {name}, but an improvement update needs the batch of the step before. "
                 "Resume from a checkpoint of a run with improvement= on as many processes, or start anew."
             )
         state = torch.load(file, map_location="cpu", weights_only=True)  # it rejects "cpu:0", accelerate's device
         if state["processes"] != processes:
             raise ValueError(
-                f"{checkpoint} was written by {state['processes']} processes, each with its share of the batch that "
-                f"the next improvement update is made of, and this run has {processes}. Resume with as many, or start "
-                "anew."
+                f"{checkpoint} was written by {state['processes']} processes, each with its share of the batch for the "
+                f"next improvement update, and this run has {processes}. Resume with as many, or start anew."
             )
         self.improvement.load_state_dict(state["window"])
         self._kept = send_to_device(state["batches"], self.trainer.accelerator.device)

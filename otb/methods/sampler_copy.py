@@ -89,7 +89,7 @@ class SamplerCopy:
         ValueError for prompts with images.
         """
         if images is not None:
-            raise ValueError("The prompts have images, and sampler_dtype samples from token ids alone. Use None.")
+            raise ValueError("The prompts have images, but sampler_dtype= samples only from token ids. Use None.")
         ids, log_probs = [], []
         for first in range(0, len(prompts), self.rows or len(prompts)):
             chunk = prompts[first : first + (self.rows or len(prompts))]

@@ -19,7 +19,7 @@ RULES = {
     "ratio": Rule("a number > 1", lambda value: 1 < value < math.inf, 3),
     "baseline_steps": Rule("a whole number >= 1", lambda value: value >= 1, 50, whole=True),
     "period_factor": Rule("a positive number", is_positive, 1.8),
-    "factor": Rule("a number between 0 and 1, without them", lambda value: 0 < value < 1, 0.5),
+    "factor": Rule("a number between 0 and 1, exclusive", lambda value: 0 < value < 1, 0.5),
     "floor": Rule("a number from 0 to 1", lambda value: 0 <= value <= 1, 0.1),
     "fixed_period": Rule("a whole number >= 1, or null", lambda value: value >= 1, 100, whole=True, optional=True),
 }
@@ -28,21 +28,23 @@ RULES = {
 class LengthTriggeredDecay:
     """Multiplies the learning rate by `factor` every P steps once responses have become much longer.
 
-    factor(step) = w * max(floor, factor ^ floor(max(0, step - t0) / P)), P = period_factor * surge_step
+    At each step the factor is
 
-    Responses grow longer long before a run collapses from the mismatch between sampler and trainer, and smaller updates
-    keep the mismatch down (arXiv 2602.01826). `step` is the number of finished optimizer steps, as LambdaLR counts;
-    metrics.jsonl gives the row of this step the next number.
+        w * max(floor, factor ^ floor(max(0, step - t0) / P)), P = period_factor * surge_step
+
+    with w the warm-up and t0 the step from which periods count. Long before a run collapses from the mismatch between
+    sampler and trainer, its responses grow longer; smaller updates keep the mismatch down (arXiv 2602.01826). `step` is
+    the number of finished optimizer steps, as LambdaLR counts; this step's row in metrics.jsonl has number step + 1.
 
     Args:
         warmup: Steps over which w rises linearly to 1.
         ratio: The surge is the first batch whose mean response length exceeds `ratio` times the initial length.
-        baseline_steps: The first batches; their mean response length is the initial length. None of them can be the
-            surge.
-        period_factor: P = period_factor * step of the surge.
+        baseline_steps: Number of batches at the start; their mean response length is the initial length. None of them
+            can be the surge.
+        period_factor: Ratio of P to the step of the surge.
         factor: Each decay multiplies the learning rate by it.
         floor: The smallest share of the learning rate that remains.
-        anchor: Periods count from the end of the warm-up ("start") or from the surge ("surge").
+        anchor: t0 is the end of the warm-up ("start") or the surge ("surge").
         fixed_period: P, if an earlier run has shown it; with anchor "start" the decay then needs no surge. None: the
             surge determines P.
 
@@ -106,7 +108,7 @@ class LengthTriggeredDecay:
         return waits and self.surge_step is None and known * self.ratio >= longest
 
     def metrics(self) -> dict[str, float]:
-        """Returns the initial length and the step of the surge for a step's log, as soon as each is known."""
+        """Returns the initial length and the step of the surge as metrics, each once it is known."""
         found = {"length_baseline": self.baseline, "length_surge_step": self.surge_step}
         return {name: value for name, value in found.items() if value is not None}
 

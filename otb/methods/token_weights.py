@@ -81,7 +81,7 @@ class TokenWeights:
         refuse_out_of_range({"power": power, "eps": eps, "decay": decay}, RULES)
         if states != "post_norm" and signal != "arca":
             raise ValueError(
-                f"states={states} says which hidden states signal=arca compares, and signal={signal} reads none. Use "
+                f"states={states} says which hidden states signal=arca compares, but signal={signal} reads none. Use "
                 "states=post_norm."
             )
         self.signal, self.power, self.eps, self.states = signal, power, eps, states

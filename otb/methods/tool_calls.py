@@ -29,8 +29,8 @@ def check_tool_template(tokenizer, name: str) -> None:
     except ValueError as error:
         raise RunError(
             f"model.name={name} has a chat template that cannot serve a task with tools: {error} Use a model whose "
-            "template TRL knows (Qwen2.5, Qwen3 and others), or a copy of its tokenizer with a mended chat_template "
-            "and response_template in a local folder."
+            "template TRL knows (Qwen2.5, Qwen3 and others), or a copy of its tokenizer in a local folder with a "
+            "corrected chat_template and response_template."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Adds to TRL's tool loop what rollouts that call Python need. OTBTrainer has `ToolRollouts` in its list.
+"""Adds to TRL's tool loop what rollouts that call Python need. `ToolRollouts` is in OTBTrainer's list of methods.
 
 TRL's `_tool_call_loop` samples a turn of all unfinished rollouts, runs their calls one after another, appends the
 replies, and repeats. `ToolRollouts` follows every rollout from its prompt to its end. It keeps vLLM awake until then,
@@ -101,7 +101,7 @@ class ToolRollouts(Method):
             yield
         finally:
             engine.enable_sleep_mode = True
-            engine.llm.sleep(level=2)  # which discards the weights
+            engine.llm.sleep(level=2)  # this discards the weights
             engine._llm_weights_sleeping = True
 
     # ---- one turn
@@ -139,9 +139,9 @@ class ToolRollouts(Method):
                 dropped.append(rollout)
         if row is not None:
             raise RuntimeError(
-                f"{len(prompt_ids)} rollouts are to be continued, of which {len(continued)} are known here; TRL's tool "
-                "loop does not work as in the version that was tried. Install one that pyproject.toml allows; "
-                "`python -m otb.seams` compares what is installed."
+                f"TRL continues {len(prompt_ids)} rollouts, but only {len(continued)} of them are known here: its tool "
+                "loop differs from the tested version. Install a version that pyproject.toml allows; `python -m "
+                "otb.seams` checks the installed one."
             )
         self._end(dropped)
         return continued

@@ -1,4 +1,7 @@
-"""Gives processes that share one copy of the policy in vLLM the same random state. OTBTrainer has it in its list."""
+"""Gives processes that share one copy of the policy in vLLM the same random state.
+
+`EngineState` is in OTBTrainer's list of methods.
+"""
 
 from __future__ import annotations
 

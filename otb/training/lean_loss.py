@@ -1,14 +1,15 @@
-"""Makes only the forwards and backwards that the gradient of the loss needs. OTBTrainer has it in its list as `lean`.
+"""Makes only the forwards and backwards that the gradient of the loss needs.
 
-It saves three things, and none of them changes the gradient beyond rounding:
+`LeanLoss` is in OTBTrainer's list of methods. It saves three things, and none of them changes the gradient beyond
+rounding:
 
     padding         rollouts of similar length are computed together; a chunk is as wide as its longest rollout
     backwards       a rollout whose advantages are all 0 has no gradient, so its forward (for metrics) keeps no graph
     a forward       if a pass before the loss (for score norms) used the same weights, the loss reuses that pass
 
 `applies` says when this is possible. It is not with several processes, which must all make the same number of forwards,
-nor with terms of the loss that read more than advantages times log-probabilities. With `lean_steps=False`, too, every
-pass is TRL's.
+nor with terms of the loss that read more than advantages times log-probabilities. If it is not possible, or with
+`lean_steps=False`, every pass is TRL's.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ generate's loop computes every row of the batch until the last row ends. If the 
 mean is 25, more than half of this work is wasted. This loop differs in three ways:
 
     ended rows      leave the batch and its cache
-    equal prompts   that are neighbours in the batch, as in a prompt group, are read once
-    a token         costs one random number instead of one per vocabulary entry
+    equal prompts   in adjacent rows, as in a prompt group, are read once
+    each token      costs one random number instead of one per vocabulary entry
 
 The distribution is the same as generate's, but the random numbers differ. Models and options for which rows are not
-independent use generate's own loop. OTBTrainer has `LeanSampling` in its list.
+independent use generate's own loop. `LeanSampling` is in OTBTrainer's list of methods.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Score norms need a forward over the rollouts in which the LM head also returns log sum pi^2. If TRL makes a forward for
 its loss, that one serves; otherwise `extra` makes one, and the loss reuses it if it can (lean_loss.py). Hidden states
 and the signals of token weights always need the extra pass. Exact norms need separate backward passes
-(otb/exact_norms.py). OTBTrainer has `Passes` in its list as `passes`, and calls `measure`.
+(otb/exact_norms.py). OTBTrainer calls `measure`; `Passes` is also in its list of methods.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Passes(Method):
     # ---- what the baseline needs
 
     def measure(self, step: Step) -> dict:
-        """Measures what the baseline needs on this process's rollouts, and sets the step's log_probs, signals, factors.
+        """Measures what the baseline needs on this process's rollouts, and sets log_probs, signals and factors of step.
 
-        -> name in RolloutGroups -> norms, packed (B, T) or (B,); also "reduced" and "totals" as the baseline's `reduce`
-        returned them, empty if it has none.
+        Returns norms under their names in RolloutGroups, packed (B, T) or (B,); also "reduced" and "totals" as the
+        baseline's `reduce` returned them, empty if it has none.
         """
         output, own = step.output, step.own
         measured: dict = {"reduced": {}, "totals": {}}
@@ -270,7 +270,7 @@ class Passes(Method):
         if states is None:
             yield []
             return
-        backbone: Any = self.trainer.causal_model().base_model  # a module; torch's stubs say "or a tensor"
+        backbone: Any = self.trainer.causal_model().base_model  # a module, although torch's stubs allow a tensor
         with adapters.collected_states(backbone, states) as collected:
             yield collected
 

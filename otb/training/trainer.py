@@ -169,7 +169,7 @@ class OTBTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)  # makes new rollouts where they are due
+        inputs = super()._prepare_inputs(generation_batch)  # makes new rollouts if they are due
         if not self.model.training:
             return inputs
         if self._buffered_inputs is not before:  # TRL has cut new rollouts into micro-batches
@@ -329,7 +329,7 @@ class OTBTrainer(GRPOTrainer):
             self._metrics[mode][name].append(value)
 
     def add_seconds(self, part: str, seconds: float) -> None:
-        """Adds seconds to a part of this step."""
+        """Adds `seconds` to the time that a part of this step has taken."""
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     # ---- parts of the step
@@ -337,7 +337,7 @@ class OTBTrainer(GRPOTrainer):
     def _counted(self, prompts):
         """Lets TRL sample, counts the tokens and records how each rollout ended.
 
-        Tokens are counted here because TRL later masks truncated rollouts, but sampling them was paid for.
+        Tokens are counted here because TRL later masks truncated rollouts, although sampling them cost time.
         """
         generated = super()._generate(prompts)
         _, completion_ids, tool_mask, *_ = generated

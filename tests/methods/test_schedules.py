@@ -154,7 +154,7 @@ def test_what_goes_with_the_schedule_is_taken():
 
 
 def test_off_the_trainer_is_built_of_the_arguments_that_it_was_built_of_before():
-    """Switched-off groups pass nothing to the trainer, so older run directories still count as the same runs."""
+    """A configuration group that is off passes nothing to the trainer, so older run directories are the same runs."""
     cfg = composed()
     assert methods(cfg) == {} and "sampler_dtype" not in grpo_options(cfg)
     new = {"schedule": {"_target_": None}, "rollouts_by": {"name": "hf"}, "seed": 0}

@@ -1,8 +1,8 @@
 """Makes runs wait for the test at a named moment, so no test depends on being quick enough.
 
 The test holds a `Hold`. Its `environment` tells the run, in whichever process it executes, at which moments to wait;
-`install`, called in that process, adds the waiting to the functions that these moments belong to. A held run continues
-when the test releases it or a signal warns it, and it can be killed while it waits.
+`install`, called in that process, makes the functions in which these moments occur wait. A held run continues when the
+test releases it or a signal warns it, and it can be killed while it waits.
 
 Moments:
   reward 1              in the first call of the reward, during the first evaluation
