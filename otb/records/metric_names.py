@@ -1,4 +1,4 @@
-"""Names every metric once, with its unit and its definition. It imports no torch: analysis reads it.
+"""Names every metric once, with its unit and its definition. It imports no torch, because analysis reads it.
 
 `python -m otb.records.metric_names` prints docs/metrics.md, the table of these names.
 """
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """What one metric measures, and in which unit."""
+    """The unit and the definition of one metric."""
 
     unit: str
     definition: str
 
 
-# Names are written here once; what is not measured is absent from a row, never 0.
+# A metric that is not measured is absent from a row, never 0.
 METRICS = {
     "step": Metric("1", "optimizer steps done; one step consumes one batch of rollouts"),
-    "own_tokens": Metric("tokens", "tokens that the policy sampled in this step, including those of masked rollouts"),
+    "own_tokens": Metric("tokens", "tokens that the policy sampled in this step, including masked rollouts"),
     "tool_tokens": Metric("tokens", "tokens that tools added to the responses of this step"),
     "own_tokens_total": Metric("tokens", "own tokens since the start of the run; evaluations are not counted"),
     "tool_tokens_total": Metric("tokens", "tool tokens since the start of the run"),
@@ -28,26 +28,30 @@ METRICS = {
     "unscored": Metric("share", "rollouts that no reward function could score; absent when there were none"),
     "grade_correct": Metric("share", "rollouts whose final answer equals the reference; maths tasks only"),
     "grade_wrong": Metric("share", "rollouts with a readable answer that differs from the reference; maths tasks only"),
-    "grade_unparsable": Metric(
-        "share", "rollouts without a final answer, or with one that is not an expression; maths tasks only"
-    ),
+    "grade_unparsable": Metric("share", "rollouts without a final answer, or with an unreadable one; maths tasks only"),
     "grade_timeout": Metric("share", "rollouts whose grader ran out of time; unscored; maths tasks only"),
-    "grade_error": Metric("share", "rollouts whose grader failed otherwise; unscored; maths tasks only"),
+    "grade_error": Metric("share", "rollouts whose grader failed for another reason; unscored; maths tasks only"),
     "response_length_mean": Metric("tokens", "own tokens per rollout, mean"),
     "response_length_max": Metric("tokens", "own tokens per rollout, largest"),
     "equal_reward_groups": Metric("share", "prompt groups whose scored rollouts all have the same reward"),
     "dropped_by_mismatch": Metric(
-        "share", "rollouts whose geometric mean ratio left geometric_ratio_band; they train nothing"
+        "share", "rollouts whose geometric mean ratio is outside geometric_ratio_band; they are not trained on"
     ),
-    "mismatch_mean": Metric("nats", "absolute difference of log pi and the sampler's, per own token, mean"),
-    "mismatch_max": Metric("nats", "absolute difference of log pi and the sampler's, per own token, largest"),
+    "mismatch_mean": Metric(
+        "nats", "absolute difference between the policy's and the sampler's log pi per own token, mean"
+    ),
+    "mismatch_max": Metric(
+        "nats", "absolute difference between the policy's and the sampler's log pi per own token, largest"
+    ),
     "importance_ratio_min": Metric("1", "trained / sampled probability of an own token, clipped, smallest"),
     "importance_ratio_mean": Metric("1", "trained / sampled probability of an own token, clipped, mean"),
     "importance_ratio_max": Metric("1", "trained / sampled probability of an own token, clipped, largest"),
     "log_ppl_abs_diff_mean": Metric(
-        "nats", "absolute value of a rollout's mean of log pi minus the sampler's, mean over rollouts"
+        "nats", "absolute value of a rollout's mean of the policy's minus the sampler's log pi, mean over rollouts"
     ),
-    "log_ppl_abs_diff_max": Metric("nats", "absolute value of a rollout's mean of log pi minus the sampler's, largest"),
+    "log_ppl_abs_diff_max": Metric(
+        "nats", "absolute value of a rollout's mean of the policy's minus the sampler's log pi, largest"
+    ),
     "mismatch_kl": Metric("nats", "KL(sampler, policy) per own token: mean of the sampler's log pi minus the policy's"),
     "mismatch_k3": Metric(
         "nats",
@@ -74,9 +78,9 @@ METRICS = {
     "learning_rate": Metric("1", "learning rate of the step"),
     "length_baseline": Metric("tokens", "mean response length of the first steps, against which a surge is measured"),
     "length_surge_step": Metric("1", "optimizer steps done when the mean response length surged; absent before that"),
-    "improvement_mu": Metric("reward", "mean reward of the step, as it enters the window"),
+    "improvement_mu": Metric("reward", "mean reward of the step, which enters the window"),
     "improvement_mu_his": Metric(
-        "reward", "mean of the window, the mean rewards of the steps before; once the window is full"
+        "reward", "mean of the window of earlier steps' mean rewards; once the window is full"
     ),
     "improvement_xi": Metric(
         "1",
@@ -93,7 +97,7 @@ METRICS = {
         "share", "own tokens of the previous batch whose ratio was clipped; absent without an improvement update"
     ),
     "improvement_gradient_norm": Metric(
-        "norm", "Euclidean norm of the gradient of the improvement update; absent without one"
+        "norm", "Euclidean norm of the improvement update's gradient; absent without such an update"
     ),
     "advantage_mean": Metric("reward", "mean over own tokens of the advantages used"),
     "advantage_spread": Metric("reward", "standard deviation over own tokens of the advantages used"),
@@ -120,8 +124,8 @@ METRICS = {
     ),
     "mtp_c": Metric(
         "nats^2",
-        "sum over the own tokens of a forward of d d_head, the changes of log pi of policy and head since the "
-        "tokens were sampled; with mode=occ, absent in the first update of a batch",
+        "sum over the own tokens of a forward of d d_head: the changes in the policy's (d) and its head's (d_head) "
+        "log pi since the tokens were sampled; with mode=occ, absent in the first update of a batch",
     ),
     "mtp_v2": Metric("nats^2", "sum over the own tokens of a forward of d_head^2; as mtp_c"),
     "mtp_cosine": Metric("1", "cosine of d and d_head; as mtp_c"),
@@ -132,7 +136,7 @@ METRICS = {
     ),
     "energy_spread": Metric("norm^2", "realized energy per scored rollout, standard deviation"),
     "total_power": Metric(
-        "reward^2 norm^2", "sum_t w_t A_t^2 per scored rollout, mean: token-diagonal power; A before token_weights="
+        "reward^2 norm^2", "token-diagonal power sum_t w_t A_t^2 per scored rollout, mean; A before token_weights="
     ),
     "verl_power": Metric(
         "reward^2 norm^2",
@@ -141,8 +145,9 @@ METRICS = {
     "gradient_noise": Metric(
         "norm^2",
         "trace of the covariance of one prompt group's gradient, unbiased; from two batch sizes (arXiv "
-        "1812.06162); with measure_gradient_noise=true. Gradients are the loss's: with dr_grpo a group's is sum_t "
-        "A_t grad log pi_t / (group_size x max_completion_length), and the step's is the mean of its groups'",
+        "1812.06162); with measure_gradient_noise=true. The gradients are the loss's: with dr_grpo a group's "
+        "gradient is sum_t A_t grad log pi_t / (group_size x max_completion_length), and the step's is the mean over "
+        "its groups",
     ),
     "gradient_signal": Metric(
         "norm^2", "squared norm of the true gradient, unbiased, so it may be negative; as gradient_noise"
@@ -153,16 +158,15 @@ METRICS = {
     "seconds_sampling": Metric("s", "time to generate the rollouts of the step, tools included"),
     "seconds_scoring": Metric("s", "time in reward functions"),
     "seconds_advantages": Metric(
-        "s", "time for score norms, baseline and advantages, with their own forward unless the loss takes it"
+        "s", "time for score norms, baseline and advantages, including a forward unless the loss shares its own"
     ),
-    "seconds_improvement": Metric("s", "time for the improvement update, if there is one"),
-    "seconds_loss": Metric(
-        "s", "rest of the step: loss forward (with the one that score norms share), backward, optimizer"
-    ),
+    "seconds_improvement": Metric("s", "time for the improvement update; absent without one"),
+    "seconds_loss": Metric("s", "rest of the step: loss forward (which score norms may share), backward, optimizer"),
     "seconds_step": Metric("s", "wall time of the step, without evaluations and checkpoints"),
     "peak_memory_bytes": Metric(
         "bytes",
-        "largest device memory allocated so far; on a CPU resident memory, in a sweep with less of the libraries",
+        "largest device memory allocated so far; on a CPU, resident memory, which in a sweep includes less of the "
+        "libraries",
     ),
     "turns_mean": Metric("turns", "assistant turns per rollout, mean"),
     "tool_calls": Metric("calls", "tool calls of the step"),
@@ -180,7 +184,7 @@ EVALUATION_METRICS = {
     "step": Metric("1", "optimizer steps done before this evaluation"),
     "accuracy": Metric("share", "avg@k: held-out samples with reward 1, k samples per prompt"),
     "pass_at_k": Metric(
-        "share", "held-out prompts with at least one sample of reward 1, of those with a scored sample"
+        "share", "held-out prompts with at least one sample of reward 1, among prompts with a scored sample"
     ),
     "samples": Metric("1", "k, samples per prompt"),
     "prompts": Metric("1", "held-out prompts"),
@@ -189,7 +193,7 @@ EVALUATION_METRICS = {
     "own_tokens_total": Metric("tokens", "own tokens of training before this evaluation"),
     "seconds": Metric("s", "wall time of the evaluation"),
 }
-# What differs between two runs of one configuration; everything else is equal, bit for bit, on one CPU.
+# Metrics that differ between two runs of one configuration; on one CPU all others are equal, bit for bit.
 TIME_AND_MEMORY = frozenset(
     name for name in METRICS if name.startswith("seconds_") or name in ("peak_memory_bytes", "tool_seconds")
 ) | {"seconds"}
@@ -200,8 +204,8 @@ def metric_table() -> str:
     lines = [
         "# Metrics",
         "",
-        "Generated by `python -m otb.records.metric_names`. What is not measured is absent from a row. `mismatch_*`,",
-        "`importance_ratio_*` and `log_ppl_*` exist where vLLM or a copy of the policy samples; `length_*_step` and",
+        "Generated by `python -m otb.records.metric_names`. A metric that is not measured is absent. `mismatch_*`,",
+        "`importance_ratio_*` and `log_ppl_*` exist if vLLM or a copy of the policy samples; `length_*_step` and",
         "`length_baseline`, `improvement_*`, `token_weight_*` and `token_signal_*`, `mtp_*` with the",
         "[method](neighbours.md) of that name.",
         "",

@@ -72,7 +72,5 @@ def test_choices_that_differ_stand_beside_their_default():
     assert keys.default_cell(alike, choices_of_group=5) == "`1` (a, b, c, ...)"
     assert keys.default_cell([key._replace(default=key.choice * 2) for key in alike], 4) == "set by the choice"
     assert keys.default_cell([of[0], of[2]], choices_of_group=2) == "`1`"
-    assert (
-        keys.table([keys.Key("tail", "own", "own | carry", "a")]).splitlines()[-1]
-        == r"| `tail` | `own` | own \| carry |"
-    )
+    row = keys.table([keys.Key("tail", "own", "own | carry", "a")]).splitlines()[-1]
+    assert row == r"| `tail` | `own` | own \| carry |"
