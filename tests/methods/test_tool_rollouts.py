@@ -340,7 +340,7 @@ def test_rows_of_gsm8k_run_with_tools_through_the_whole_path(caller, tmp_path):
 
 
 class Dice:
-    """An environment of somebody else's, with a tool of its own."""
+    """Is an environment from another project, with a different tool."""
 
     def reset(self, **row) -> None:
         pass
@@ -355,7 +355,7 @@ class Dice:
 
 
 def test_another_environment_is_left_to_trls_own_loop(monkeypatch, tmp_path, untrained, tokenizer):
-    """OTBTrainer(environment_factory=...) guards PythonTool alone, and serves any other as GRPOTrainer does."""
+    """OTBTrainer(environment_factory=...) guards only PythonTool, and treats any other as GRPOTrainer does."""
     roll = json.dumps({"name": "roll", "arguments": {"sides": 6}})
     said = iter([f"<tool_call>{roll}</tool_call>{END}", answer(6)])
 

@@ -146,7 +146,7 @@ def run(given: list[str], log: Path, **options) -> tuple[int, str]:
 
 
 def done(given: list[str], log: Path, **options) -> str:
-    """`run` -> what it printed. Raises AssertionError where the command fails."""
+    """Does `run` and returns the output. Raises AssertionError if the command fails."""
     code, printed = run(given, log, **options)
     assert code == 0, printed
     return printed
@@ -177,7 +177,7 @@ def kill(process: multiprocessing.Process) -> None:
 
 
 def kill_at(moment: str, given: list[str], log: Path, folder: Path, **options) -> None:
-    """The command, killed at a moment of tests/support/holds.py. folder: in which it and the test leave files."""
+    """Runs the command and kills it at a moment of tests/support/holds.py. folder: for files that both exchange."""
     hold = holds.Hold(folder, moment)
     process = start(given, log, **options, **hold.environment)
     hold.wait(process)
@@ -194,7 +194,7 @@ def run_command_line(
 
 
 def run_light(given: list[str], cwd: Path = ROOT, script: str = "run", **environment) -> subprocess.CompletedProcess:
-    """`run_command_line` for what has to answer at once. Raises AssertionError where it imports a library of HEAVY."""
+    """Does `run_command_line` for a command that must be quick. Raises AssertionError if it imports one of HEAVY."""
     done = run_command_line(given, cwd, script, PYTHONPROFILEIMPORTTIME="1", **environment)
     lines = done.stderr.splitlines(keepends=True)
     imports = [line for line in lines if line.startswith("import time:")]

@@ -84,7 +84,7 @@ def learned(baseline, steps=3, **options):
 
 
 def least_squares(x, reward, w, rollouts: int, pseudo_rollouts: float):
-    """argmin sum w (R - a - b . x)^2 + pseudo_rollouts / rollouts sum w |b * spread|^2 -> b, a."""
+    """Returns b, a = argmin sum w (R - a - b . x)^2 + pseudo_rollouts / rollouts sum w |b * spread|^2."""
     mean = np.average(x, axis=0, weights=w)
     spread = np.sqrt(np.average((x - mean) ** 2, axis=0, weights=w))
     z = np.column_stack([(x - mean) / spread, np.ones(len(x))])

@@ -11,7 +11,7 @@ RECIPES = {path.stem: path for path in sorted((ROOT / "conf" / "experiment").glo
 
 
 def composed(*overrides: str, command: str | None = "config"):
-    """The configuration of a command; command=None composes groups alone, chosen as `+task=NAME`."""
+    """Returns a command's configuration; command=None composes only groups, chosen as `+task=NAME`."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose(command, overrides=list(overrides), return_hydra_config=command == "config")
 

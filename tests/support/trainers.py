@@ -152,7 +152,7 @@ def log_probs_of(model, batch, temperature) -> torch.Tensor:
 
 
 def with_adapter(model):
-    """The model with LoRA on all its linear layers, whose B are not the zeros that would leave half of the score 0."""
+    """Returns the model with LoRA on all linear layers. B is random; with B = 0, half of the score would be 0."""
     wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
     for name, parameter in wrapped.named_parameters():
         if "lora_B" in name:
