@@ -70,7 +70,7 @@ def check_held_out(cfg: DictConfig) -> None:
 
 
 def held_out_rows(cfg: DictConfig, tasks: dict[str, Task]) -> list[HeldOut]:
-    """Returns the sets, each with its first `evaluation.max_rows` rows. Raises RunError if rows cannot be read."""
+    """Returns the sets with their first `evaluation.max_rows` rows. Raises RunError for rows that cannot be read."""
     sets = []
     for name, task in tasks.items():
         try:

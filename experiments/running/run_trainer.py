@@ -95,8 +95,8 @@ class RunTrainer(OTBTrainer):
         All other arguments are as in OTBTrainer.
 
     Raises:
-        RunError: A file cannot be written, the lock was lost, or a loss or gradient is not finite.
-        Interrupted: A warning signal came; the checkpoint has been written.
+        RunError: a file cannot be written, the lock was lost, or a loss or gradient is not finite.
+        Interrupted: a warning signal came, and the checkpoint is written.
     """
 
     def __init__(

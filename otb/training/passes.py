@@ -57,7 +57,7 @@ class Passes(Method):
             with self._hidden_states(weights.states):  # refuses a backbone without a final norm
                 pass
         if self.needs & baselines.EXACT_NORMS:
-            exact_norms.trainable(trainer.model)  # refuses too many parameters before the first rollout
+            exact_norms.trainable(trainer.model)  # too many parameters are refused before the first rollout
             trainer.refuse_sharding(f"baseline {baselines.name_of(self.baseline)}", "a baseline with the proxy")
 
     # ---- what the baseline needs

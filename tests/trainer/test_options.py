@@ -1,4 +1,4 @@
-"""Tests how a step's rollouts are divided over processes and forwards, and which options are refused."""
+"""The batches of a step: how its rollouts are divided over processes and forwards; options that are refused."""
 
 import re
 from functools import partial
