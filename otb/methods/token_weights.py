@@ -1,4 +1,4 @@
-"""Multiplies the advantage of own token t by a token weight: a factor f_t whose mean over a rollout is 1.
+"""Multiplies the advantage of own token t by a factor f_t whose mean over a rollout is 1: token weights.
 
 A signal per token decides which tokens carry the gradient: f_t = T w_t and w_t = (signal_t + eps)^p / sum_k (signal_k +
 eps)^p. With `arca` (arXiv 2606.00257) the signal is the distance by which LoRA has moved the hidden state that predicts

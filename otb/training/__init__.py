@@ -1,1 +1,1 @@
-"""Extends TRL: the trainer, its passes and its options."""
+"""Holds the code that extends TRL: the trainer, its passes and its options."""

@@ -421,7 +421,7 @@ class OTBTrainer(GRPOTrainer):
             method.load(checkpoint)
 
     def _learners(self) -> dict[str, Any]:
-        """Returns the objects with state from step to step: file in a checkpoint -> object."""
+        """Returns the objects that carry state from step to step: file in a checkpoint -> object."""
         learners = {BASELINE_STATE: self.baseline} if baselines.carries_state(self.baseline) else {}
         for method in self.methods:
             learners |= method.learners()

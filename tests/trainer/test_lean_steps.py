@@ -433,7 +433,7 @@ def test_a_baseline_that_draws_leaves_the_random_state_of_training_alone(tmp_pat
 def test_a_baseline_that_reads_hidden_states_and_learns_nothing_trains(tmp_path, untrained, tokenizer):
     @declare(needs={"hidden_states"})
     class Frozen:
-        """Holds a value that was fitted elsewhere."""
+        """Is a baseline that reads hidden states but does not learn."""
 
         def reduce(self, tokens):
             return {"value": tokens.hidden_states[:, 0, 0]}, {}

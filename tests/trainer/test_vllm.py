@@ -51,7 +51,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def policies(tokenizer, tmp_path_factory):
-    """Returns the folders of the policies by the run's name."""
+    """Returns name of the run -> folder of its policy."""
     folder = tmp_path_factory.mktemp("policies")
     untrained = save_untrained(tokenizer, folder / "untrained")
     return {name: untrained for name in RUNS} | {"tools": save_caller(tokenizer, folder / "caller")}
