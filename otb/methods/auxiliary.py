@@ -90,7 +90,7 @@ class MultiTokenPrediction:
         return self.mode == "occ" or (self.ratio_to == "head" and self.mode in ("policy", "occ_as_code"))
 
     def refuse(self, options: Options) -> None:
-        """Raises ValueError for options that a head cannot work with, or has not been tested with."""
+        """Raises ValueError for options that a head cannot work with, or was not tested with."""
         off, with_loss = ("auxiliary", None), ("auxiliary.mode", "ce")
         options.refuse_sharding("an auxiliary head reads whole weights", off)
         if options.improvement is not None:

@@ -28,7 +28,7 @@ RULES = {
 }
 
 UNTRIED = "has not been tried with improvement updates, which change the weights between the rollouts and their update"
-CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # of TRL's, those of the clipped ratio
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL's losses with a clipped ratio
 WORKS_WITH = (
     Taken("num_iterations", (1,), "makes several updates on a batch; the improvement update weighs one update"),
     Taken("loss_type", CLIPPED_LOSSES, "has no clipped ratio to hold the improvement update near the policy before"),
@@ -96,7 +96,7 @@ class PolicyImprovement:
         refuse_unknown("advantages", advantages, ("native", "scaled"))
 
     def refuse(self, options: Options) -> None:
-        """Raises ValueError for options beside which an improvement update could not be what it says."""
+        """Raises ValueError for options with which an improvement update would mean something else."""
         off, accumulation = ("improvement", None), options.gradient_accumulation_steps
         options.refuse_sharding("an improvement update has only been tried with whole ones", off)
         options.refuse_others(WORKS_WITH, off)
@@ -106,7 +106,7 @@ class PolicyImprovement:
 
     @property
     def steps_before(self) -> int:
-        """The steps that pass before the first improvement update can come: "shuffled" draws from an earlier xi."""
+        """The number of steps before the first improvement update; "shuffled" needs one more, for an earlier xi."""
         return self.window + (self.mode == "shuffled")
 
     def observe(self, mean_reward: float) -> Reading:

@@ -25,7 +25,7 @@ RULES = {
     "fixed_period": Rule("a whole number >= 1, or null", lambda value: value >= 1, 100, whole=True, optional=True),
 }
 
-LEAVE_THE_RATE: dict[str, tuple] = {  # options that move the learning rate -> values that do not
+LEAVE_THE_RATE: dict[str, tuple] = {  # options that change the learning rate -> values that do not
     "lr_scheduler_type": ("constant",),
     "lr_scheduler_kwargs": (None, {}),
     "warmup_steps": (0,),
@@ -83,7 +83,7 @@ class LengthTriggeredDecay:
         refuse_unknown("anchor", anchor, ("start", "surge"))
 
     def refuse(self, options: Options) -> None:
-        """Raises ValueError where something else would move the learning rate, too."""
+        """Raises ValueError if something else would also change the learning rate."""
         own = options.key("lr_schedule")
         rule, off = f"and {own} would both set the learning rate; {own}.warmup is its own", ("lr_schedule", None)
         if options.optimizers is not None and options.optimizers[1] is not None:

@@ -100,7 +100,7 @@ class TokenWeights:
         return self.measure in OF_THE_BASE
 
     def refuse(self, options: Options) -> None:
-        """Raises ValueError unless the base can be had by disabling the adapter, for a signal that compares with it.
+        """Raises ValueError if the signal needs the base and disabling the adapter does not give it.
 
         options.peft_config: a peft configuration, or a mapping of its fields.
         """

@@ -77,7 +77,7 @@ class OTBTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "otb"]
     _name = "OTB"
-    words = Options  # of whoever is refused
+    words = Options  # the vocabulary of refusals: a script's, or a run's in RunTrainer
     _buffered_inputs: list[dict] | None  # TRL's micro-batches of the last generation
     lr_scheduler: Any
 
@@ -130,7 +130,7 @@ class OTBTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.use_vllm:  # vLLM's engine has seeded this process with a fixed number
             set_seed(self.args.seed, device_specific=True)
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # the launcher may have said so
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # the launcher may have asked for it
             self.asked = self.asked.but(sharded=True)
             refuse(self.asked)
         if not self.use_vllm:
@@ -143,7 +143,7 @@ class OTBTrainer(GRPOTrainer):
         keep_float32_outputs(self.accelerator)  # before TRL wraps the reference model
 
     def _asked(self, given: dict[str, Any], auxiliary: MultiTokenPrediction | None) -> Options:
-        """Returns the options as refusals read them. given: arguments of GRPOTrainer by name."""
+        """Returns the options in the form that refusals read. given: arguments of GRPOTrainer by name."""
         args = given["args"]
         return self.words(
             args,

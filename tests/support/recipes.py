@@ -27,6 +27,6 @@ def runs_of(cfg) -> list[list[str]]:
 
 
 def run_of(cfg: DictConfig, processes: int = 1) -> Run:
-    """The run of a configuration, unchecked: packages and GPUs that it needs may be elsewhere."""
+    """Returns the run of a configuration without checks: packages and GPUs that it needs may be missing here."""
     step = batches(cfg.prompts_per_step, cfg.group_size, processes, cfg.model.rollouts_per_forward)
     return Run(cfg, build(cfg, "task"), None, {}, build(cfg, "baseline"), {}, processes, step)
