@@ -312,5 +312,5 @@ def test_a_base_that_is_trained_too_is_refused_before_training(tmp_path, untrain
 
 def test_a_backbone_without_a_final_norm_is_refused_before_training(tmp_path, untrained, tokenizer, monkeypatch):
     monkeypatch.setattr("otb.adapters.FINAL_NORMS", ("last_norm",))
-    with pytest.raises(ValueError, match="Qwen3Model has none under a known name .last_norm.. Use states=post_norm"):
+    with pytest.raises(ValueError, match="Qwen3Model has no norm under a known name .last_norm.. Use states=post_norm"):
         trained(OTBTrainer, tmp_path, untrained, tokenizer, TokenWeights("arca", states="pre_norm"))
