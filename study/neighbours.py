@@ -49,8 +49,8 @@ QUESTIONS = {
 HEAD = """\
 # The methods compared
 
-Written by `python -m study report` from `study/rows/neighbours_*.csv`, a row per run; `python
-study/run.py NAME` runs what has no row. Final accuracy is the mean of the last two evaluations; differences are
+Written by `python -m study report` from `study/rows/neighbours_*.csv`, a row per run; `python -m study
+NAME` runs what has no row. Final accuracy is the mean of the last two evaluations; differences are
 paired by seed; interquartile means with 95 % intervals over seeds; own tokens are the median run's. The tiny policy on
 a CPU. What a step costs is in [the page of the methods](../neighbours.md): these runs shared two cores with other work.
 
@@ -182,7 +182,7 @@ def write_methods(rows: dict[str, pd.DataFrame], folder: Path) -> list[Path]:
         recipes = [name, *(other for other in question.more if other in rows)]
         table = comparison(pd.concat([rows[recipe] for recipe in recipes], ignore_index=True), question.off)
         tables.append(table.assign(recipe=name))
-        command = f"`python study/run.py {' '.join(recipes)}`"
+        command = f"`python -m study {' '.join(recipes)}`"
         lines += [f"## {question.title}", "", f"{command}, [method]({question.page}).", ""]
         lines += [markdown_table(shown(table)), ""]
         if "difference" in table and table.difference.notna().any():

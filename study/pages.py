@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from analysis.arms import by_arm, label
 from analysis.group_size import final_accuracy
@@ -22,6 +20,7 @@ from study.figures import figures
 from study.moments import relative_noise
 from study.neighbours import write_methods
 from study.rates import SEARCH, chosen, scores
+from study.recipes import recipes
 from study.verdicts import RESAMPLES, Comparison, Runs
 
 HEAD = """\
@@ -44,10 +43,10 @@ that intervals say nothing of other policies or prompts. Comparisons that speak 
 number.
 """
 COMMANDS = {  # {0}: what the names of a task's recipes end with
-    "C1": "python study/run.py claim_c1{0}",
-    "C2": "python study/run.py claim_c2{0}",
-    "C3": "python study/run.py claim_c3_c4{0} claim_c3_c4{0}_32",
-    "C4": "python study/run.py claim_c3_c4{0} claim_c3_c4{0}_32",
+    "C1": "python -m study claim_c1{0}",
+    "C2": "python -m study claim_c2{0}",
+    "C3": "python -m study claim_c3_c4{0} claim_c3_c4{0}_32",
+    "C4": "python -m study claim_c3_c4{0} claim_c3_c4{0}_32",
     "C5": "make bench",
 }
 CLAIMS = {
@@ -63,7 +62,6 @@ BIASED = ("grpo", "otb", "otb_carry", "otb_exact", "sequence_energy")  # estimat
 BIAS_TEXT = "Squared sine of the angle between an estimator's mean and the true gradient, which noise leaves out:"
 ARMS_TEXT = "Final accuracy: interquartile mean. Lengths: own tokens of held-out samples, means over seeds."
 SAMPLES = "seeds (C1: policies, C5: pairs of steps)"
-RECIPES = Path(__file__).resolve().parents[1] / "conf" / "experiment"
 
 
 def write(folder: Path) -> list[Path]:
@@ -73,8 +71,8 @@ def write(folder: Path) -> list[Path]:
     """
     rows = {file.stem: read(file) for file in sorted((folder / "rows").glob("*.csv"))}
     if not rows:
-        raise RunError(f"{folder}/rows holds no csv file. Run python study/run.py first.")
-    root = folder.parents[1]
+        raise RunError(f"{folder}/rows holds no csv file. Run python -m study first.")
+    root = folder.parent
     noise = noise_by_task(rows)
     spoken = [*all_comparisons(rows, noise), *verdicts.cost(root / "benchmarks" / "results.csv")]
     drawn = figures(rows, noise, folder / "figures")
@@ -308,11 +306,9 @@ def search_section(rows: dict[str, pd.DataFrame]) -> list[str]:
 def not_run(rows: dict[str, pd.DataFrame], comments: dict[str, str]) -> list[str]:
     """Returns which recipes have no row, or fewer than they have runs, and what was written of that by hand."""
     missing = []
-    for file in sorted(RECIPES.glob("claim_*.yaml")):
-        varied = yaml.safe_load(file.read_text(encoding="utf8"))["hydra"]["sweeper"]["params"]
-        runs = math.prod(len(str(values).split(",")) for values in varied.values())
-        have = len(rows.get(file.stem, ()))
-        if have < runs:
-            missing.append(f"- `{file.stem}`: {have} of {runs} runs")
+    for recipe in recipes().values():
+        have = len(rows.get(recipe.name, ()))
+        if have < recipe.count:
+            missing.append(f"- `{recipe.name}`: {have} of {recipe.count} runs")
     parts = ["\n".join(missing), comments.get("Not run yet", "")]
     return ["## Not run yet", "", *(f"{part}\n" for part in parts if part)] if any(parts) else []

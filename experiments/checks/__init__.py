@@ -16,7 +16,6 @@ import os
 from types import SimpleNamespace
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError
 
 from experiments.checks.choices import check_keys_of_choice
 from experiments.checks.files import check_training_rows
@@ -60,7 +59,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     of how many.
     """
     check_whole_numbers(cfg, SMALLEST)
-    check_learning_rate(cfg)
+    check_positive(cfg, "learning_rate", "1e-6")
     for key in ("log_energy", "measure_gradient_noise", "lean_steps", "deterministic", "overwrite"):
         check_true_or_false(cfg, key)
     check_policy_and_task(cfg)
@@ -82,17 +81,6 @@ def check(cfg: DictConfig, processes: int | None = None) -> None:
     check_card(cfg, processes, gpu_bytes)
     if runs_here:
         wait_for_server(cfg)
-
-
-def check_learning_rate(cfg: DictConfig) -> None:
-    """Raises RunError for a learning rate that is not positive, or that the study has not searched for."""
-    try:
-        check_positive(cfg, "learning_rate", "1e-6")
-    except InterpolationResolutionError as error:  # ${tuned_rate:...}; OmegaConf keeps its RunError as a context alone
-        found: BaseException | None = error
-        while found is not None and not isinstance(found, RunError):
-            found = found.__context__
-        raise found or error from None
 
 
 def check_parallel_and_sampler(cfg: DictConfig) -> None:

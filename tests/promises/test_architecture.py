@@ -60,7 +60,7 @@ def imports_of(path: Path) -> set[str]:
             found.add(node.module)
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return {name for name in found if name.split(".")[0] in ("otb", "analysis", "experiments", "slurm")}
+    return {name for name in found if name.split(".")[0] in ("otb", "analysis", "experiments", "slurm", "study")}
 
 
 def test_baselines_import_neither_torch_nor_trl_nor_each_other():
@@ -75,6 +75,15 @@ def test_analysis_imports_only_the_records_and_itself():
     for path in (ROOT / "analysis").rglob("*.py"):
         outside = {name for name in imports_of(path) if not name.startswith("analysis")}
         assert outside <= ANALYSIS_MAY_IMPORT, path.name
+
+
+@pytest.mark.parametrize(
+    "room", ["otb", "analysis", "experiments", "slurm", "hydra_plugins", "benchmarks", "notebooks"]
+)
+def test_nothing_imports_the_study(room):
+    """It may import everything. A notebook shows its figures."""
+    importing = [path.name for path in (ROOT / room).rglob("*.py") if any("study" in name for name in imports_of(path))]
+    assert not importing
 
 
 def test_the_library_neither_imports_nor_starts_what_is_built_on_it():

@@ -21,7 +21,7 @@ import otb
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["tool"]["setuptools"]
-OWN = {"otb", "analysis", "experiments", "slurm", "hydra_plugins", "tests", "notebooks", "benchmarks"}
+OWN = {"otb", "analysis", "experiments", "slurm", "study", "hydra_plugins", "tests", "notebooks", "benchmarks"}
 NOT_LOCKED = {"deepspeed", "vllm"}
 TOO_HEAVY_FOR_A_DROP_IN = {"hydra-core", "hydra-submitit-launcher", "submitit", "matplotlib", "math-verify", "scipy"}
 
