@@ -8,13 +8,14 @@ import numpy as np
 import pandas as pd
 
 from analysis.arms import by_arm, colour, label
+from analysis.claims.rules import RESAMPLES, SEEDS
 from analysis.group_size import final_accuracy
 from analysis.intervals import Interval, bootstrap, iqm
 from analysis.report.markdown import markdown_table
 from analysis.stability import stability_table, survivors
 from analysis.style import PAGE, figure, figure_of, keep_numbers, legend_below, seeds_text
 from study.collected import steps_table
-from study.verdicts import RESAMPLES, SEEDS, SETTING
+from study.verdicts import SETTING
 
 SIDE_BY_SIDE = 4  # panels of a figure
 FEWEST_RATES = 3  # of a setting, below which nothing is said of where its runs end highest and where they break

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.arms import by_arm, label
+from analysis.claims.rules import RESAMPLES, Comparison
 from analysis.group_size import final_accuracy
 from analysis.intervals import bootstrap, iqm
 from analysis.report.markdown import markdown_table
@@ -21,7 +22,7 @@ from study.moments import relative_noise
 from study.neighbours import write_methods
 from study.rates import SEARCH, chosen, scores
 from study.recipes import recipes
-from study.verdicts import RESAMPLES, Comparison, Runs
+from study.verdicts import runs_of
 
 HEAD = """\
 # The study: a verdict per claim
@@ -101,10 +102,10 @@ def all_comparisons(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame
     for results in noise.values():
         found += verdicts.gradient_noise(results)
     for _, part in of_kind(rows, MAIN).groupby("task"):
-        runs = Runs(part)
+        runs = runs_of(part)
         found += verdicts.accuracy_at_small_n(runs) + verdicts.tokens_saved(runs)
         if not (deep := of_kind(rows, OTHERS[FIXED]).query("task == @runs.task")).empty:
-            found += verdicts.rollouts_divided(runs, Runs(deep))
+            found += verdicts.rollouts_divided(runs, runs_of(deep))
     grid = {name: part for name, part in rows.items() if name not in BESIDE_C2}
     for _, part in of_kind(grid, OTHERS["C2"]).groupby("task"):
         found += verdicts.collapses(part)
@@ -229,7 +230,7 @@ def arms_table(rows: pd.DataFrame) -> str:
 
 def noise_section(decided: Comparison, results: pd.DataFrame) -> list[str]:
     """Returns the decision on C1, OTB's noise by policy, and tables of noise and bias at the two sizes that speak."""
-    sizes = verdicts.judged_sizes(results)
+    sizes = verdicts.sizes_of(results)
     judged = results[results.group_size.isin(sizes)]
     judged = judged.assign(stage=pd.Categorical(judged.stage, verdicts.STAGES)).sort_values(["group_size", "stage"])
     ours = judged[judged.estimator == verdicts.OURS]

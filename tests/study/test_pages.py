@@ -2,8 +2,9 @@
 
 import pandas as pd
 
+from analysis.claims.rules import NOT_SUPPORTED, RESAMPLES, RULES, SUPPORTED
 from study import collected as rows
-from study import moments, pages, rates, verdicts
+from study import moments, pages, rates
 from study.__main__ import command_line
 from study.run import ROWS
 from tests.support.commands import ROOT
@@ -24,7 +25,7 @@ def test_the_page_is_made_of_csv_files_alone(tmp_path):
     assert page.index("Of all.") < page.index("## Verdicts") < page.index("Of C3.")
     assert "- `claim_c3_c4`: 30 of 80 runs" in page and "- `claim_c2`: 0 of 120 runs" in page
     table = pd.read_csv(tmp_path / "verdicts.csv")
-    assert set(table.verdict.dropna()) == {verdicts.SUPPORTED, verdicts.NOT_SUPPORTED}
+    assert set(table.verdict.dropna()) == {SUPPORTED, NOT_SUPPORTED}
     assert (tmp_path / "figures" / "c3_arithmetic.png").stat().st_size > 5000
 
 
@@ -43,12 +44,12 @@ def test_the_committed_pages_are_what_the_committed_rows_say(tmp_path):
 
 def test_the_rules_name_the_numbers_that_the_verdicts_use():
     text = " ".join((ROWS.parent / "rules.md").read_text().split())
-    assert f"not worse by {verdicts.MATCHES:g}".replace("0.", ".") in text
-    assert f"reaches {verdicts.CLAIMED_SAVING:g}".replace("0.", ".") in text
-    assert f"Fewer than {verdicts.SEEDS} seeds" in text
+    assert f"not worse by {RULES['C3']['matches']:g}".replace("0.", ".") in text
+    assert f"reaches {RULES['C4']['claimed']:g}".replace("0.", ".") in text
+    assert f"Fewer than {RULES['seeds']} seeds" in text
     assert f"to {rates.TIE:g}".replace("0.", ".") in text
-    assert f"of {verdicts.RESAMPLES:,} resamples" in text and f"those of C1 of {moments.RESAMPLES:,}" in text
-    assert f"of {verdicts.RESAMPLES:,} resamples (C1: {moments.RESAMPLES:,})" in pages.HEAD
+    assert f"of {RESAMPLES:,} resamples" in text and f"those of C1 of {moments.RESAMPLES:,}" in text
+    assert f"of {RESAMPLES:,} resamples (C1: {moments.RESAMPLES:,})" in pages.HEAD
 
 
 def test_the_page_of_the_long_task_quotes_what_a_step_takes_in_its_rows():

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 
+from analysis.claims.runs import Runs
 from study import collected, verdicts
 from tests.support.commands import ROOT
 
@@ -41,8 +42,8 @@ def rows_of(**finals: float) -> list[dict]:
     return made
 
 
-def arms(**finals: float) -> verdicts.Runs:
-    return verdicts.Runs(pd.DataFrame(rows_of(**finals)))
+def arms(**finals: float) -> Runs:
+    return verdicts.runs_of(pd.DataFrame(rows_of(**finals)))
 
 
 def spoken(comparisons) -> str:
