@@ -22,7 +22,6 @@ from study.recipes import named, recipes
 from study.run import QUICK, QUICK_ARMS, ROWS, study
 
 STUDY = Path(__file__).resolve().parent
-PAGES = ("report", "rates")
 
 
 def command_line(arguments: list[str]) -> None:

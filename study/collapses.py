@@ -23,7 +23,7 @@ FEWEST_RATES = 3  # of a setting, below which nothing is said of where its runs 
 ROOM_TEXT = (
     "Room: how many times its best rate an arm takes until half of its runs collapse. The first number is the last "
     "rate at which fewer do, the second the next rate that was run. *At least*: no rate below the best, or none "
-    "that is high enough, was run. A gradient that is smaller by a factor acts like a lower rate: the room stays the same."
+    "that is high enough, was run. A gradient that is smaller by a factor acts like a lower rate: the room stays."
 )
 APART = 0.01  # of the share: what lines of arms are shifted by
 

@@ -20,9 +20,19 @@ from study.neighbours import write_methods
 from study.verdicts import runs_of
 
 RECIPE_ENDS = {"arithmetic": "", "arithmetic_tools": "_tools", "arithmetic_long": "_long", REAL: "_real"}
+ESTIMATES = {
+    "C1": "The estimate is a ratio of sums over the prompts of three policies. Its interval is over prompts, so it does "
+    "not cover a fourth policy.",
+    "C2": "The estimate is a difference of pooled shares with a Newcombe interval. All runs start from one policy.",
+    "C3": "The estimate is the interquartile mean of the differences of final accuracies, paired by seed; the "
+    "probability of improvement is unpaired. All runs start from one policy.",
+    "C4": "The estimate is one minus the ratio of mean tokens to the target, paired by seed; a run that misses the "
+    "target is censored. All runs start from one policy.",
+    "C5": "The estimate is a median over pairs of steps.",
+}
 INTERVALS = (
     f"Intervals are 95 %, from {RESAMPLES:,} resamples of the seeds; C1: {moments.RESAMPLES:,} of the prompts. "
-    f"`make study` makes the rows of all recipes."
+    "`make study` makes the rows of all recipes."
 )
 
 
@@ -116,12 +126,14 @@ def blocks_of(
     drawn: dict[tuple[str, str], Path],
 ) -> dict[str, str]:
     """Returns the blocks of a claim's page: what is measured, then for each task its comparisons and its figure."""
-    blocks = {"measured": f"Measured: {RULES[claim]['measured']}. The [rules](rules.md) came before the runs."}
+    what = RULES[claim]["measured"]
+    measured = f"{what[0].upper()}{what[1:]}. {ESTIMATES[claim]} The [rules](rules.md) came before the runs."
+    blocks = {"measured": measured}
     of_claim = [c for c in found if c.claim.partition(",")[0] == claim]
     for kind, task in sorted({(c.claim, c.task) for c in of_claim}):
         comparisons = [c for c in of_claim if (c.claim, c.task) == (kind, task)]
-        deciding = claim == "C1"
-        lines = tables.noise_tables(comparisons[0], noise[task]) if deciding else tables.comparison_table(comparisons)
+        is_noise = claim == "C1"
+        lines = tables.noise_tables(comparisons[0], noise[task]) if is_noise else tables.comparison_table(comparisons)
         if claim == "C2":
             settings = cells(of_kind(rows, OTHERS["C2"]).query("task == @task"))
             lines += ["", cells_section(settings), "", *room_section(settings)]

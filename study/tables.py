@@ -21,7 +21,7 @@ from study.recipes import recipes
 BIASED = ("grpo", "otb", "otb_carry", "otb_exact", "sequence_energy")  # estimators whose mean is not the true gradient
 BIAS_TEXT = "Bias, the squared sine of the angle between an estimator's mean and the true gradient:"
 ARMS_TEXT = "Final accuracy: interquartile mean. Lengths: own tokens of held-out samples, means over seeds."
-SAMPLES = {"C1": "policies", "C5": "pairs of steps"}  # the units of an interval; of the other claims: seeds
+SAMPLES = {"C1": "policy", "C5": "pairs of steps"}  # the units of an interval; of the other claims: seeds
 COMMANDS = {  # {0}: the end of the names of a task's recipes
     "C1": "python -m study claim_c1{0}",
     "C2": "python -m study claim_c2{0}",
@@ -45,7 +45,7 @@ def evidence_table(found: list[Comparison], ends: dict[str, str]) -> str:
             "verdict": c.verdict,
             "compared": c.what,
             "effect": effect_text(c.effect),
-            "units": f"{c.effect.seeds} {SAMPLES.get(c.claim, 'seeds')}",
+            "units": f"{c.effect.seeds} {SAMPLES.get(c.claim, 'seeds')}".replace("3 policy", "3 policies"),
             "command": f"`{COMMANDS[c.claim].format(ends[c.task]).replace(REAL_ONLY, '')}`",
         }
         for c in deciding
