@@ -44,7 +44,6 @@ from otb.baselines.otb_exact import otb_exact
 from otb.baselines.rloo import rloo
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
-from otb.methods.tool_rollouts import ToolTrainer
 from otb.policies.tiny_warm_start import WarmStart, warm_start
 from otb.random_state import isolated_random_state
 from otb.sandbox.bubblewrap import Bubblewrap
@@ -101,7 +100,7 @@ AGAINST_TRL = {  # what -> group size, ours, what it is compared with
     "otb / GRPOTrainer, N=4, LoRA": (4, otb_arm(otb, **LORA), Arm(GRPOTrainer, given=LORA)),
     "otb / GRPOTrainer, N=4, tools": (
         4,
-        Arm(ToolTrainer, {}, {"baseline": otb, **TOOLS}, ArithmeticTools()),
+        Arm(OTBTrainer, {}, {"baseline": otb, **TOOLS}, ArithmeticTools()),
         Arm(GRPOTrainer, {}, TOOLS, ArithmeticTools()),
     ),
 }
@@ -145,14 +144,7 @@ def digest_reward(completions: list, **columns) -> list[float]:
 
 
 def trainer_of(
-    arm: Arm,
-    policy: str,
-    group_size: int,
-    steps: int,
-    output: str,
-    turns: Turns,
-    prompts: int = PROMPTS,
-    any_reward: bool = False,
+    arm: Arm, policy: str, group_size: int, steps: int, output: str, turns: Turns, prompts=PROMPTS, any_reward=False
 ):
     """Returns the trainer of an arm, ready to train."""
     task, on_cpu = arm.task, not torch.cuda.is_available()
@@ -179,13 +171,7 @@ def trainer_of(
 
 
 def side_by_side(
-    policy: str,
-    group_size: int,
-    ours: Arm,
-    theirs: Arm,
-    steps: int,
-    prompts: int = PROMPTS,
-    any_reward: bool = False,
+    policy: str, group_size: int, ours: Arm, theirs: Arm, steps: int, prompts: int = PROMPTS, any_reward: bool = False
 ) -> np.ndarray:
     """Returns the seconds of each pair of steps, (steps, 2), warm-up left out.
 
@@ -217,8 +203,8 @@ def parts_of_steps(policy: str, arm: Arm, steps: int) -> np.ndarray:
         def timed(*args, **kwargs):
             started = time.perf_counter()
             loss = training_step(*args, **kwargs)
-            seconds = dict(trainer._seconds)
-            trainer._seconds.clear()
+            seconds = dict(trainer.seconds)
+            trainer.seconds.clear()
             found.append((seconds["advantages"], time.perf_counter() - started - sum(seconds.values())))
             return loss
 
@@ -260,9 +246,8 @@ def main() -> None:
         found, low, high = ratio(pairs)
         ours, theirs = (statistics.mean(column) for column in pairs.T)
         rows.append({"case": name, "ours": ours, "theirs": theirs, "ratio": found, "low": low, "high": high})
-        print(
-            f"{name}: {ours:.3f} / {theirs:.3f} s = {found:.3f} [{low:.3f}, {high:.3f}], {len(pairs)} pairs", flush=True
-        )
+        interval = f"{found:.3f} [{low:.3f}, {high:.3f}]"
+        print(f"{name}: {ours:.3f} / {theirs:.3f} s = {interval}, {len(pairs)} pairs", flush=True)
     if arguments.json:
         with open(arguments.json, "w", encoding="utf8") as file:
             json.dump(rows, file, indent=1)

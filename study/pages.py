@@ -21,8 +21,8 @@ from study.verdicts import runs_of
 
 RECIPE_ENDS = {"arithmetic": "", "arithmetic_tools": "_tools", "arithmetic_long": "_long", REAL: "_real"}
 ESTIMATES = {
-    "C1": "The estimate is a ratio of sums over the prompts of three policies. Its interval is over prompts, so it does "
-    "not cover a fourth policy.",
+    "C1": "The estimate is a ratio of sums over the prompts of three policies. Its interval is over prompts and "
+    "does not cover a fourth policy.",
     "C2": "The estimate is a difference of pooled shares with a Newcombe interval. All runs start from one policy.",
     "C3": "The estimate is the interquartile mean of the differences of final accuracies, paired by seed; the "
     "probability of improvement is unpaired. All runs start from one policy.",

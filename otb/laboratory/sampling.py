@@ -1,4 +1,4 @@
-"""Samples rollouts of single prompts by TRL's own rollout code, tools and sandbox included."""
+"""Samples rollouts of single prompts with TRL's own rollout code, including tools and sandbox."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import torch
 from otb.baselines.none import none
 from otb.laboratory.scores import Rollout
 from otb.loss_inputs import prompts_with_responses, response_mask
-from otb.methods.tool_rollouts import ToolTrainer
-from otb.training.trainer import OTBConfig
+from otb.training.trainer import OTBConfig, OTBTrainer
 
 
 class Sampler:
     """Samples a policy on the prompts of a task.
 
-    task: see `otb.tasks.Task`. environment: what makes the environment of one rollout; None for a task without tools.
+    task: see `otb.tasks.Task`. environment: makes the environment of one rollout; None for a task without tools.
     """
 
     def __init__(self, model, tokenizer, task, environment, temperature: float, folder: str):
@@ -32,7 +31,7 @@ class Sampler:
             report_to="none",
             disable_tqdm=True,
         )
-        self._trainer = ToolTrainer(
+        self._trainer = OTBTrainer(
             model,
             task.reward,
             arguments,
@@ -44,12 +43,12 @@ class Sampler:
         self._trainer.model.eval()
 
     def rollouts(self, rows: list[dict], samples: int, seed: int) -> list[list[Rollout]]:
-        """Returns `samples` rollouts of each prompt; the same for the same arguments."""
+        """Returns `samples` rollouts of each prompt; equal arguments give equal rollouts."""
         torch.manual_seed(seed)
         self._trainer.num_generations_eval = samples
         with torch.no_grad():
             output = self._trainer._generate_and_score_completions([row for row in rows for _ in range(samples)])
-        rewards = self._trainer._summed_rewards().tolist()
+        rewards = self._trainer.summed_rewards().tolist()
         ids, attention_mask = prompts_with_responses(output)
         own_mask = torch.cat([torch.zeros_like(output["prompt_mask"]).bool(), response_mask(output)], dim=1)
         kept = attention_mask.bool()

@@ -10,11 +10,11 @@ import pytest
 
 from analysis import style
 from analysis.claims.rules import CLAIMS, NOT_SUPPORTED, RULES, SEEDS, SUPPORTED, UNDECIDED, Comparison
+from analysis.excerpt import excerpt, without_paths
 from analysis.report.__main__ import main, make_report
 from analysis.report.claims import claims_table, decisions
 from analysis.report.drawing import Drawn
 from analysis.report.watch import announce
-from analysis.runs.excerpt import excerpt, without_paths
 from analysis.runs.load import load
 from otb.errors import STOPPED_FROM_KEYBOARD
 from tests.support.analysis_runs import REAL_RUNS, write_run, write_sweep
