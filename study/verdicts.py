@@ -56,8 +56,8 @@ OVERHEAD = "score norms, baseline and advantages / loss of a plain step"  # C5: 
 LEAN_STEP = "step: otb / rloo, N=4"
 CONDITIONS = 30  # C2: rates x samplers x (one update, or 2 and 4 with and without clipping)
 SETTING = ["learning_rate", "varied"]  # C2: columns that distinguish its settings
-TEN_SEEDS_EVERYWHERE = "undecided: it asked for ten seeds of every claim, and C1 has three policies"
-WHOLE_GRID = f"undecided: it asked for all {CONDITIONS} settings of the grid"
+TEN_SEEDS_EVERYWHERE = "undecided, because it asked for ten seeds of every claim, and C1 has three policies"
+WHOLE_GRID = f"undecided, because it asked for all {CONDITIONS} settings of the grid"
 
 
 def runs_of(rows: pd.DataFrame) -> Runs:

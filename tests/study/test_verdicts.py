@@ -160,7 +160,7 @@ def test_c4_is_not_refuted_by_a_lower_bound():
     made += [made_up("rloo", 32, seed, 0.8, tokens=80000.0) for seed in SEEDS]
     first, *others = verdicts.tokens_saved(verdicts.runs_of(pd.DataFrame(made)))
     assert first.effect.high < RULES["C4"]["claimed"]
-    assert first.verdict == UNDECIDED and first.original.startswith("not supported: it let a saving")
+    assert first.verdict == UNDECIDED and first.original.startswith("not supported, because it let a saving")
     (medians,) = (other for other in others if other.what.endswith("by medians"))
     assert medians.effect.estimate == pytest.approx(1 - 1 / 80) and not medians.verdict
 
@@ -177,7 +177,7 @@ def test_c2_counts_settings_that_have_ten_seeds_of_both():
     (found,) = verdicts.collapses(pd.DataFrame(made))
     assert found.what == "RLOO (10 of 20) minus OTB (0 of 20)" and found.verdict == SUPPORTED
     assert found.why == "2 of 30 settings were run, and in 1 of them some runs collapse and others do not"
-    assert found.original == "undecided: it asked for all 30 settings of the grid"
+    assert found.original == "undecided, because it asked for all 30 settings of the grid"
     assert found.effect.seeds == 10
     few = pd.DataFrame(made).query("seed < 2")
     (found,) = verdicts.collapses(few)
