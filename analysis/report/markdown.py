@@ -21,7 +21,6 @@ def markdown(loaded: Runs, parts: list[Part], out: Path) -> str:
     lines += [f"- {warning}" for warning in loaded.warnings] + [""]
     for part in parts:
         lines += [f"## {part.heading} {part.digest}".rstrip(), "", "### Claims", "", markdown_table(part.claims), ""]
-        lines += ["### Comparisons behind them", "", markdown_table(part.findings), ""]
         for title, rows in part.tables:
             lines += [f"### {title}", "", markdown_table(rows), ""]
         lines += ["### Figures", ""]

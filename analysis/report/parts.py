@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.report.claims import findings_table, verdicts
-from analysis.report.comparisons import Claims
+from analysis.report.claims import claims_table, decisions
 from analysis.report.drawing import Drawings, Drawn
 from analysis.report.figures import all_figures, main_figure
 from analysis.report.tables import tables_of
@@ -25,7 +24,6 @@ class Part:
     setting: str
     target: float | None
     claims: pd.DataFrame
-    findings: pd.DataFrame
     tables: list[tuple[str, pd.DataFrame]]
     figures: list[Drawn]
     main: Drawn | None = None
@@ -67,14 +65,14 @@ def part_of(
     loaded: Runs, setting: str, table: pd.DataFrame, target: float | None, folder: Path, drawings: Drawings
 ) -> Part:
     """Measures and draws everything of one setting; what cannot be is there with its reason."""
+    claims = claims_table(decisions(table, target))
     if target is None:
         try:
             target = default_target(table)
-        except RunError:  # the figures and claims that need evaluations each say so
+        except RunError:  # the figures that need evaluations each say so
             target = None
-    findings = Claims(table, target if target is not None else float("nan")).findings()
     first, figures = main_figure(table), list(all_figures(loaded, table, target))
     drawn = drawings.draw_all([first, *figures] if first else figures, folder)
     main = drawn.pop(0) if first else None
     tables = list(tables_of(table, target))
-    return Part(setting, target, verdicts(findings), findings_table(findings), tables, drawn, main)
+    return Part(setting, target, claims, tables, drawn, main)
