@@ -12,6 +12,7 @@ from rich.table import Column, Table
 
 FEW_PROMPTS = 12  # with different rewards; with fewer the intervals are too narrow
 NO_UNBIASED = "no unbiased baseline's interval lies below 1"
+OFF = {False: 0.1, True: 0.4}  # with tools or not: the largest error in docs/figures/forecast.csv
 MUCH_CUT = 0.2  # share of rollouts cut at a limit from which the sentence says so
 
 
@@ -141,7 +142,7 @@ def token_form(room: dict) -> str:
 
 def caveats(contrast: dict, facts: Facts) -> list[str]:
     """Returns what follows "this forecast": where not to trust it on these rollouts."""
-    found = [f"cannot resolve differences below {'30 %, as there are tools' if facts.with_tools else '10 %'}"]
+    found = [f"was off by up to {OFF[facts.with_tools]:.0%} where it was checked{' with tools' * facts.with_tools}"]
     if contrast["prompts"] < FEW_PROMPTS:
         found.append(f"rests on only {contrast['prompts']} prompts with different rewards")
     if facts.cut is not None and facts.cut > MUCH_CUT:

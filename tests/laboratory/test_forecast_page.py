@@ -28,8 +28,8 @@ def comparison(rows: pd.DataFrame) -> str:
         ranks = [part.forecast.corr(part.measured, method="spearman") for _, part in some.groupby("group_size")]
         lines.append(
             f"- `{task}`, {some.group_size.nunique()} group sizes: median error {errors.median():.0%}, 90th percentile "
-            f"{errors.quantile(0.9):.0%}, largest {errors.max():.0%} (`{worst.estimator}`, N = {worst.group_size}); rank "
-            f"correlation over estimators at least {min(ranks):.2f}."
+            f"{errors.quantile(0.9):.0%}, largest {errors.max():.0%} (`{worst.estimator}`, N = {worst.group_size});\n"
+            f"  rank correlation over estimators at least {min(ranks):.2f}."
         )
     return "\n".join(lines)
 

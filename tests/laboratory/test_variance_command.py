@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from experiments.running.build import build
 from experiments.variance import apply_quick, check, directory
 from otb.laboratory.scores import Measured
 from otb.records import RunDirectory
@@ -144,7 +145,8 @@ def test_a_measurement_is_of_the_weights_and_of_the_sandbox_where_programs_run(p
     weights = tmp_path / "policy" / "model.safetensors"
 
     def found(*overrides: str):
-        return directory(composed(*overrides, command="variance"), {"task": "arithmetic", "model": "tiny"})
+        cfg = composed(*overrides, command="variance")
+        return directory(cfg, build(cfg, "task"), {"task": "arithmetic", "model": "tiny"})
 
     plain, tools, of_folder = [], ["task=arithmetic_tools"], [f"model.name={tmp_path / 'policy'}"]
     before = found(*of_folder)
@@ -209,4 +211,5 @@ def test_quick_changes_what_the_command_line_does_not_set():
     cfg = composed("quick=true", "samples=40", command="variance")
     apply_quick(cfg, ["quick", "samples"])
     assert (cfg.prompts, cfg.samples, cfg.oracle.prompts) == (12, 40, 4) and list(cfg.group_sizes) == [4, 8]
-    assert set(check(cfg)) == BASELINES and check(cfg)[:2] == ["rloo", "energy_probe"]
+    names, *_ = check(cfg)
+    assert set(names) == BASELINES and names[:2] == ["rloo", "energy_probe"]
