@@ -11,7 +11,7 @@ import pandas as pd
 
 from analysis.arms import label
 from analysis.cost import time_and_memory
-from analysis.group_size import accuracy_by_group_size
+from analysis.group_size import accuracy_by_group_size, final_accuracy, final_words
 from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
 from analysis.noise import variance
 from analysis.report.drawing import Figure
@@ -20,6 +20,7 @@ from analysis.runs.load import Runs
 from analysis.stability import stability
 from analysis.style import PAGE
 from analysis.token_figure import token_consumption
+from otb.errors import RunError
 
 MAIN_ARMS = ("otb", "group_mean", "grpo", "rloo", "opo")  # OTB and the group baselines that the paper compares with
 
@@ -44,7 +45,7 @@ def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iter
         rows = (loaded.outside,)
         yield Figure("reward_over_steps", text, rows, lambda: learning_curves(loaded.outside, "reward_mean"))
         return
-    text = "Held-out accuracy at the end (mean of the last two evaluations) against the group size"
+    text = f"Held-out accuracy at the end ({end_words(table)}) against the group size"
     yield Figure("accuracy_by_group_size", f"{text}.", (table,), lambda: accuracy_by_group_size(table))
     of_arm = table.groupby("baseline", observed=True).group_size.nunique()
     whole = of_arm.index[of_arm == len(sizes)]
@@ -67,6 +68,14 @@ def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iter
         )
     yield from sample_figures(loaded, table)
     yield Figure("time_and_memory", "Time and memory per step.", (table,), lambda: time_and_memory(table))
+
+
+def end_words(table: pd.DataFrame) -> str:
+    """Returns what the accuracy at the end is in these runs; "not measured" where it is in none."""
+    try:
+        return final_words(final_accuracy(table))
+    except RunError:  # the figure says which runs would have it
+        return "not measured"
 
 
 def main_figure(table: pd.DataFrame) -> Figure | None:
