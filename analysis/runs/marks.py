@@ -62,7 +62,7 @@ def describe_runs(facts: list[dict], include: tuple[str, ...]) -> tuple[pd.DataF
         runs.loc[marked, column] = runs.loc[marked, column].mask(runs.loc[marked, column] == "", reason)
         names = list(runs.run[marked])
         first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        hint = f"; include={kind} uses them" if out and kind in ("unfinished", "versions", "lengths") else ""
+        hint = f"; --include {kind} uses them" if out and kind in ("unfinished", "versions", "lengths") else ""
         warnings.append(f"{'left out' if out else 'marked'}: {first}: {reason}{hint}")
     return runs, warnings
 
@@ -73,9 +73,12 @@ def marked_runs(runs: pd.DataFrame) -> Iterator[tuple[str, NDArray, str]]:
     Plain TRL runs enter no comparison and are not marked.
     """
     ours = runs.kind == "otb"
-    for name, reason in (("moved aside", "moved aside by overwrite=true"), ("unfinished", "not finished")):
-        if (marked := (ours & (runs.outcome == name)).to_numpy()).any():
-            yield name, marked, reason
+    for outcome in sorted(set(runs.outcome[ours]) - {"finished", "diverged"}):
+        marked = (ours & (runs.outcome == outcome)).to_numpy()
+        if outcome == "moved aside":
+            yield outcome, marked, "moved aside by overwrite=true"
+        else:
+            yield "unfinished", marked, "not finished" if outcome == "unfinished" else f"not finished: {outcome}"
     live = ours & runs.outcome.isin(["finished", "diverged"])
     for _, group in runs[live].groupby("setting"):
         for kind, column, what in (("versions", "libraries", "versions"), ("versions", "version", "version of otb")):

@@ -351,8 +351,8 @@ def torchrun(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # it tells every end
-    if passes_on() and LEAVES_SIGNALS in run.get_args_parser().format_help():  # torch 2.9
-        words = [LEAVES_SIGNALS, "SIGINT,SIGHUP,SIGQUIT", *words]  # else at SIGTERM it ends the processes within 30 s
+    if LEAVES_SIGNALS in run.get_args_parser().format_help():  # torch 2.9; else it ends the processes within 30 s
+        words = [LEAVES_SIGNALS, f"{'SIGINT' if passes_on() else 'SIGTERM'},SIGHUP,SIGQUIT", *words]
     try:
         run.main(words)
     except SignalException as stopped:

@@ -30,7 +30,7 @@ from experiments.running.held_out import HeldOut
 from experiments.running.prompt_sampler import PromptSampler
 from experiments.running.rollout_rows import rollout_rows, write_parquet
 from experiments.running.run_lock import RunLock
-from experiments.running.warning_signal import Interrupted, received
+from experiments.running.warning_signal import finishing_the_step, interruption, received
 from otb.baselines import Baseline
 from otb.errors import RunError, unwritable
 from otb.methods import Step
@@ -97,7 +97,7 @@ class RunTrainer(EvaluatingTrainer):
 
     Raises:
         RunError: a file cannot be written, the lock was lost, or a loss or gradient is not finite.
-        Interrupted: a warning signal came, and the checkpoint is written.
+        Interrupted: a warning signal or Ctrl-C came, and the checkpoint is written.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class RunTrainer(EvaluatingTrainer):
 
     def train(self, *args, **kwargs):
         self._step_started = time.perf_counter()
-        return super().train(*args, **kwargs)
+        with finishing_the_step(say=self.accelerator.is_main_process):
+            return super().train(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         last_done = self._globalstep_last_logged
@@ -154,7 +155,7 @@ class RunTrainer(EvaluatingTrainer):
         if self.accelerator.is_main_process and self.directory.status().get("state") != "failed":  # another process has
             self.directory.write_status("running", step=step, steps=self.state.max_steps)
         if interrupted and step < self.state.max_steps:
-            raise Interrupted(f"a warning signal came; checkpoint written at step {step}")
+            raise interruption(step)
         self._step_started = time.perf_counter()
 
     def _any_process_warned(self) -> bool:

@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 from experiments.running import run_lock
-from experiments.running.run_lock import DEAD_AFTER_SECONDS, RunLock, machine, read_lock, restarts
+from experiments.running.run_lock import DEAD_AFTER_SECONDS, RunLock, restarts
 from otb.errors import RunError
+from otb.records.lock_file import machine, read_lock
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 
