@@ -50,6 +50,15 @@ def test_a_warm_start_knows_its_time_from_its_first_line(clock, capsys):
         assert seconds_left(line) == pytest.approx(0.1 * (620 - step), abs=0.51)
 
 
+def test_a_warm_start_is_explained_once_before_its_first_step(capsys):
+    with Progress(80) as progress:
+        for step in range(1, 9):
+            progress.warm_start(step, 8, loss=1.0)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("warm start: 8 supervised steps on solved problems, because")
+    assert "Once per task and machine" in first and len(others) == 8
+
+
 def test_training_after_a_warm_start_is_timed_by_its_own_steps(clock, capsys):
     """The first step is slow, and an evaluation goes before it: neither is counted."""
     with Progress(80, clock=clock) as progress:
