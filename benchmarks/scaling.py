@@ -76,10 +76,10 @@ def measure(point: dict[str, int]) -> dict[str, float]:
         def training_step(self, *args, **kwargs):
             started = time.perf_counter()
             loss = super().training_step(*args, **kwargs)
-            if "sampling" in self._seconds:  # the first micro-batch of a step samples for all of them
+            if "sampling" in self.seconds:  # the first micro-batch of a step samples for all of them
                 parts.append({"sampling": 0.0, "advantages": 0.0, "step": 0.0})
-            taken = dict(self._seconds)
-            self._seconds.clear()
+            taken = dict(self.seconds)
+            self.seconds.clear()
             for name in ("sampling", "advantages"):
                 parts[-1][name] += taken.get(name, 0.0)
             parts[-1]["step"] += time.perf_counter() - started

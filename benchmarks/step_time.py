@@ -44,7 +44,6 @@ from otb.baselines.otb_exact import otb_exact
 from otb.baselines.rloo import rloo
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
-from otb.methods.tool_rollouts import ToolTrainer
 from otb.policies.tiny_warm_start import WarmStart, warm_start
 from otb.random_state import isolated_random_state
 from otb.sandbox.bubblewrap import Bubblewrap
@@ -101,7 +100,7 @@ AGAINST_TRL = {  # what -> group size, ours, what it is compared with
     "otb / GRPOTrainer, N=4, LoRA": (4, otb_arm(otb, **LORA), Arm(GRPOTrainer, given=LORA)),
     "otb / GRPOTrainer, N=4, tools": (
         4,
-        Arm(ToolTrainer, {}, {"baseline": otb, **TOOLS}, ArithmeticTools()),
+        Arm(OTBTrainer, {}, {"baseline": otb, **TOOLS}, ArithmeticTools()),
         Arm(GRPOTrainer, {}, TOOLS, ArithmeticTools()),
     ),
 }
@@ -217,8 +216,8 @@ def parts_of_steps(policy: str, arm: Arm, steps: int) -> np.ndarray:
         def timed(*args, **kwargs):
             started = time.perf_counter()
             loss = training_step(*args, **kwargs)
-            seconds = dict(trainer._seconds)
-            trainer._seconds.clear()
+            seconds = dict(trainer.seconds)
+            trainer.seconds.clear()
             found.append((seconds["advantages"], time.perf_counter() - started - sum(seconds.values())))
             return loss
 

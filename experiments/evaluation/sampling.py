@@ -9,9 +9,10 @@ from omegaconf import OmegaConf
 
 from experiments.evaluation.inputs import Inputs
 from experiments.running.hardware import grpo_options, sampling_limits
-from otb.methods.tool_rollouts import ToolTrainer
+from otb.methods import Method
 from otb.random_state import isolated_random_state
 from otb.tasks.grading import Outcome, normalised, number
+from otb.training.trainer import OTBTrainer
 
 
 class Response(NamedTuple):
@@ -23,8 +24,20 @@ class Response(NamedTuple):
     ending: str
 
 
-class SamplingTrainer(ToolTrainer):
-    """A ToolTrainer that only samples: batches of prompts, each from a random state of its own."""
+class Generated(Method):
+    """Keeps what TRL's last generation returned."""
+
+    def around_generation(self, make, prompts):
+        self.last = make(prompts)
+        return self.last
+
+
+class SamplingTrainer(OTBTrainer):
+    """An OTBTrainer that only samples: batches of prompts, each from its own random state."""
+
+    def __init__(self, *args, **kwargs):
+        self.generated = Generated()
+        super().__init__(*args, methods=[self.generated], **kwargs)
 
     def use_limits_of(self, task) -> None:
         """From now on responses have the limits of this task."""
@@ -47,17 +60,13 @@ class SamplingTrainer(ToolTrainer):
         with isolated_random_state(seed), torch.no_grad():
             self._generate_and_score_completions(rows)
         self._metrics["eval"].clear()
-        self._seconds.clear()
-        _, completion_ids, _, completions, *_ = self._generated
-        own = self._sampled_tokens[:, 0].tolist()
+        self.seconds.clear()
+        _, completion_ids, _, completions, *_ = self.generated.last
+        own = self.sampled_tokens[:, 0].tolist()
         return [
             Response(messages, ids, count, ending)
-            for messages, ids, count, ending in zip(completions, completion_ids, own, self._endings, strict=True)
+            for messages, ids, count, ending in zip(completions, completion_ids, own, self.endings, strict=True)
         ]
-
-    def _generate(self, prompts):
-        self._generated = super()._generate(prompts)
-        return self._generated
 
 
 def ungraded(completions: list, **columns) -> list[float]:

@@ -1,4 +1,4 @@
-"""What rollouts/*.parquet holds of a rollout (docs/runs.md). Called by run_trainer.py; read by analysis/."""
+"""What rollouts/*.parquet holds of a rollout (docs/runs.md). Called by kept_rollouts.py; read by analysis/."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from otb.baselines import Baseline
 from otb.errors import unwritable
 from otb.files import whole
 from otb.loss_inputs import response_mask
+from otb.methods import Step
 
 
-def rollout_rows(recorded: dict, tokenizer: PreTrainedTokenizerBase, groups: int | None, rank: int) -> Iterator[dict]:
-    """Yields a row per rollout that is kept, of those of the process `rank`.
+def rollout_rows(
+    step: Step, endings: list[str], tokenizer: PreTrainedTokenizerBase, groups: int | None, rank: int
+) -> Iterator[dict]:
+    """Yields a row for each kept rollout of the process `rank`.
 
-    recorded: what RunTrainer remembers of its last rollouts. groups: how many whole groups to keep, the first ones;
-    None for every rollout, of groups shared with other processes too.
+    endings: how each of its rollouts ended. groups: how many whole groups to keep, the first ones; None for every
+    rollout, also of groups that are shared with other processes.
     """
-    rollouts, output = recorded["rollouts"], recorded["output"]
-    advantages, baseline = (recorded[name].flatten(0, 1) for name in ("advantages", "baseline"))
-    log_probs, group_size = recorded["log_probs"], rollouts.group_size
+    rollouts, output, log_probs = step.rollouts, step.output, step.log_probs
+    value = step.baseline.value if isinstance(step.baseline, Baseline) else step.baseline
+    advantages, baseline = step.advantages.flatten(0, 1), value.expand(step.advantages.shape).flatten(0, 1)
+    group_size = rollouts.group_size
     mask, own_mask = output["completion_mask"].bool(), response_mask(output)
     count = len(own_mask) if groups is None else min(groups, len(own_mask) // group_size) * group_size
     norms = None if rollouts.score_norms is None else rollouts.score_norms.flatten(0, 1)
@@ -39,7 +44,7 @@ def rollout_rows(recorded: dict, tokenizer: PreTrainedTokenizerBase, groups: int
             "tokens": [tokenizer.decode(token) for token in tokens],
             "own": own_mask[i][mask[i]].tolist(),
             "reward": float(rollouts.rewards.flatten()[first + i]),
-            "ending": recorded["endings"][i],
+            "ending": endings[i],
             "advantages": per_token(advantages[first + i], length),
             "baselines": per_token(baseline[first + i], length),
             "energies": None if norms is None else norms[first + i][:length].cumsum(0).tolist(),

@@ -1,9 +1,8 @@
 """RunTrainer: an OTBTrainer that lives in a run directory. It writes records, evaluations, samples and checkpoints.
 
 experiments/running/train.py builds it; OTBTrainer alone is what other people's scripts use. A step ends in this order:
-metrics row, samples, evaluation if due, checkpoint if due, so that everything up to a checkpoint is on disk before it
-is. Which
-class does what within a step stands at the top of otb/training/trainer.py.
+metrics row, samples, evaluation if due, checkpoint if due, so that everything up to a checkpoint is on disk before the
+checkpoint is.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from pathlib import Path
 import pandas as pd
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from experiments.running import trackers
 from experiments.running.data import told_by_the_first
-from experiments.running.evaluating_trainer import EvaluatingTrainer, Samples
 from experiments.running.held_out import HeldOut
+from experiments.running.held_out_sampler import HeldOutSampler, Samples
+from experiments.running.kept_rollouts import FiniteCheck, KeptRollouts
 from experiments.running.prompt_sampler import PromptSampler
-from experiments.running.rollout_rows import rollout_rows, write_parquet
+from experiments.running.rollout_rows import write_parquet
 from experiments.running.run_lock import RunLock
 from experiments.running.warning_signal import finishing_the_step, interruption, received
-from otb.baselines import Baseline
 from otb.errors import RunError, unwritable
-from otb.methods import Step
 from otb.methods.improvement_update import STATE as IMPROVEMENT_STATE
-from otb.records import RunDirectory, read_rows, sample_step
+from otb.methods.token_weights import STATE as TOKEN_WEIGHTS_STATE
+from otb.records import RunDirectory, read_rows
 from otb.records.metric_names import METRICS
-from otb.training.trainer import BASELINE_STATE, TOKEN_WEIGHTS_STATE, GRPOTrainer
+from otb.training.trainer import BASELINE_STATE, OTBTrainer
 
 TRL_NAMES = {  # TRL's names of what it measures -> ours
     "loss": "loss",
@@ -83,8 +82,8 @@ class Schedule:
     rollouts_groups: int  # prompt groups kept per recorded step
 
 
-class RunTrainer(EvaluatingTrainer):
-    """An EvaluatingTrainer that writes into a run directory and can be killed at any moment.
+class RunTrainer(OTBTrainer):
+    """An OTBTrainer that writes into a run directory and can be killed at any moment.
 
     Args:
         directory: where everything is written.
@@ -115,12 +114,12 @@ class RunTrainer(EvaluatingTrainer):
         self.held_out = held_out
         self.on_step, self.on_evaluation = on_step, on_evaluation
         self._step_started = time.perf_counter()
-        self._last_rollouts: dict | None = None
-        self._losses: list[Tensor] = []  # one per micro-batch since the last optimizer step
-        super().__init__(*args, **kwargs)
+        self.kept_rollouts = KeptRollouts(directory)
+        super().__init__(*args, methods=[self.kept_rollouts, FiniteCheck(self.kept_rollouts)], **kwargs)
+        self.sampler = HeldOutSampler(self)
         totals = directory.last_metrics()
         self._totals = {name: totals.get(name, 0) for name in ("own_tokens_total", "tool_tokens_total")}
-        self.add_callback(FirstEvaluation(self))
+        self.add_callback(RunCallback(self))
 
     def _get_train_sampler(self, dataset=None) -> Sampler:
         return PromptSampler(
@@ -146,7 +145,7 @@ class RunTrainer(EvaluatingTrainer):
         if step == last_done:  # transformers asks once more at the end of the epoch
             return
         if self._due(step, schedule.rollouts_every) and self.accelerator.is_main_process:
-            self._save_rollouts(f"step-{step:08d}", schedule.rollouts_groups)
+            self.kept_rollouts.write(f"step-{step:08d}", schedule.rollouts_groups)
         if self._due(step, schedule.evaluate_every):
             self.evaluate_held_out()
         interrupted = self._due(step, 1) and self._any_process_warned()
@@ -192,10 +191,10 @@ class RunTrainer(EvaluatingTrainer):
         measured |= {
             ours: value for trl, ours in TRL_NAMES.items() if (value := (logs | measured).get(trl)) is not None
         }
-        measured |= {f"seconds_{part}": seconds for part, seconds in self._seconds.items()}
+        measured |= {f"seconds_{part}": seconds for part, seconds in self.seconds.items()}
         measured["seconds_step"] = time.perf_counter() - self._step_started
         parts = ("sampling", "scoring", "advantages", "improvement")
-        measured["seconds_loss"] = measured["seconds_step"] - sum(self._seconds.get(part, 0.0) for part in parts)
+        measured["seconds_loss"] = measured["seconds_step"] - sum(self.seconds.get(part, 0.0) for part in parts)
         measured["peak_memory_bytes"] = peak_memory_bytes()
         for part in ("own_tokens", "tool_tokens"):
             self._totals[f"{part}_total"] += measured.get(part) or 0
@@ -205,48 +204,9 @@ class RunTrainer(EvaluatingTrainer):
         logs.update(row)  # the same names reach every tracker of `report_to`, beside TRL's own
         trackers.advance(self.args.report_to, self.state.global_step)
         super().log(logs, start_time)
-        self._seconds.clear()
+        self.seconds.clear()
         self._append(self.directory.metrics_file, row)
         self.on_step(row)
-
-    def _log_rollouts(self, step: Step) -> None:
-        super()._log_rollouts(step)
-        value = step.baseline.value if isinstance(step.baseline, Baseline) else step.baseline
-        self._last_rollouts = {
-            "rollouts": step.rollouts,
-            "baseline": value.expand(step.advantages.shape),
-            "advantages": step.advantages,
-            "log_probs": step.log_probs,
-            "endings": self._endings,
-            "output": step.output,
-        }
-
-    # ---- a loss or gradient that is not finite ends the run before it reaches the weights
-
-    def training_step(self, *args, **kwargs):
-        trackers.advance(self.args.report_to, self.state.global_step, before_next=True)
-        loss = super().training_step(*args, **kwargs)
-        self._losses.append(loss.detach())
-        return loss
-
-    def _get_grad_norm(self, *args, **kwargs):
-        """Returns the gradient's norm, and checks it: transformers asks for it last before the optimizer steps."""
-        norm = super()._get_grad_norm(*args, **kwargs)
-        losses, self._losses = torch.stack(self._losses).sum(), []
-        self._refuse_non_finite("loss", self.accelerator.gather(losses).sum())  # one process's loss stops them all
-        self._refuse_non_finite("gradient_norm", norm)
-        return norm
-
-    def _refuse_non_finite(self, name: str, value) -> None:
-        if value is None or math.isfinite(float(value)):
-            return
-        step, rank = self.state.global_step + 1, self.accelerator.process_index
-        path = self._save_rollouts(f"failed-{step:08d}" + (f"-rank{rank}" if rank else ""), groups=None)
-        raise RunError(
-            f"{name}={float(value)} at step {step}; it must be finite, and training stops before the weights change. "
-            f"The rollouts that caused it ({path.name}): python -m analysis.runs.show {self.directory.path} --step "
-            f"{step}. Try a smaller learning_rate."
-        )
 
     # ---- evaluation
 
@@ -259,7 +219,7 @@ class RunTrainer(EvaluatingTrainer):
         tables, rows = [], []
         for held_out in self.held_out:
             started = time.perf_counter()
-            samples = self.sample_held_out(held_out, self.schedule.evaluation_samples)
+            samples = self.sampler.samples(held_out, self.schedule.evaluation_samples)
             row = self._evaluation_row(samples, started)
             if self.args.report_to:
                 prefix = f"eval_{held_out.name}" if rows else "eval"
@@ -294,20 +254,6 @@ class RunTrainer(EvaluatingTrainer):
         """Keeps the samples of an evaluation, in the first process."""
         if self.accelerator.is_main_process:
             write_parquet(table, self.directory.evaluation_samples(self.state.global_step))
-
-    # ---- samples
-
-    def _save_rollouts(self, name: str, groups: int | None) -> Path:
-        """Writes prompts, responses, rewards, energies and advantages of this process's rollouts, and returns the file.
-
-        groups: as in rollout_rows.
-        """
-        path = self.directory.rollouts / f"{name}.parquet"
-        if self._last_rollouts is None:
-            return path
-        kept = rollout_rows(self._last_rollouts, self._tokenizer, groups, self.accelerator.process_index)
-        write_parquet(pd.DataFrame({"step": sample_step(path)} | row for row in kept), path)
-        return path
 
     # ---- checkpoints
 
@@ -355,8 +301,11 @@ class RunTrainer(EvaluatingTrainer):
         """Writes no model card: the run directory says where a checkpoint comes from."""
 
 
-class FirstEvaluation(TrainerCallback):
-    """Evaluates before the first step. A callback, because trackers have to start before anything is timed."""
+class RunCallback(TrainerCallback):
+    """Evaluates before the first step, and keeps W&B's count.
+
+    A callback, because trackers have to start before anything is timed.
+    """
 
     def __init__(self, trainer: RunTrainer):
         self.trainer = trainer
@@ -366,6 +315,9 @@ class FirstEvaluation(TrainerCallback):
         if not told_by_the_first(lambda: any(read_rows(self.trainer.directory.evaluations_file))):
             self.trainer.evaluate_held_out()
             self.trainer._step_started = time.perf_counter()
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        trackers.advance(args.report_to, state.global_step, before_next=True)
 
 
 def finite_mean(values: list[float]) -> float | None:

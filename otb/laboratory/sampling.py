@@ -7,8 +7,7 @@ import torch
 from otb.baselines.none import none
 from otb.laboratory.scores import Rollout
 from otb.loss_inputs import prompts_with_responses, response_mask
-from otb.methods.tool_rollouts import ToolTrainer
-from otb.training.trainer import OTBConfig
+from otb.training.trainer import OTBConfig, OTBTrainer
 
 
 class Sampler:
@@ -32,7 +31,7 @@ class Sampler:
             report_to="none",
             disable_tqdm=True,
         )
-        self._trainer = ToolTrainer(
+        self._trainer = OTBTrainer(
             model,
             task.reward,
             arguments,
@@ -49,7 +48,7 @@ class Sampler:
         self._trainer.num_generations_eval = samples
         with torch.no_grad():
             output = self._trainer._generate_and_score_completions([row for row in rows for _ in range(samples)])
-        rewards = self._trainer._summed_rewards().tolist()
+        rewards = self._trainer.summed_rewards().tolist()
         ids, attention_mask = prompts_with_responses(output)
         own_mask = torch.cat([torch.zeros_like(output["prompt_mask"]).bool(), response_mask(output)], dim=1)
         kept = attention_mask.bool()

@@ -32,6 +32,7 @@ from otb.methods.mtp import (
 )
 from otb.policies.mimo import shipped_head
 
+STATE = "mtp_head.pt"  # the file in a checkpoint that holds the head's weights
 OLD = "old_head_log_probs"  # the key of a batch under which the head's log-probs at the moment of sampling stand
 
 
@@ -56,8 +57,8 @@ class AuxiliaryHead(Method, TrainerCallback):
         super().attach(trainer)
         trainer.add_callback(self)
         refuse_auxiliary(trainer.args, self.options, getattr(trainer.model, "peft_config", None))
-        trainer._refuse_sharding("auxiliary=", "auxiliary=None")
-        self.causal = causal = trainer._causal_model()
+        trainer.refuse_sharding("auxiliary=", "auxiliary=None")
+        self.causal = causal = trainer.causal_model()
         refuse_architecture(causal.config.model_type)
         self.head = MTPHead(causal, trainer.args.seed).to(trainer.accelerator.device)
         if self.options.weights == "shipped":
@@ -84,7 +85,7 @@ class AuxiliaryHead(Method, TrainerCallback):
         with self.passes_of("loss"):
             loss = make(model, inputs)
             of_head, metrics = self.loss(inputs, response_mask(inputs))
-        self.trainer._log(metrics)
+        self.trainer.record(metrics)
         return loss + (of_head - of_head.detach())  # 0: what is logged as the loss stays the policy's
 
     # ---- what is seen of TRL's passes
@@ -198,6 +199,9 @@ class AuxiliaryHead(Method, TrainerCallback):
         return aggregated(per_token, own, args.loss_type, trainer.max_completion_length, tokens) / accumulated
 
     # ---- the update
+
+    def learners(self) -> dict[str, MTPHead]:
+        return {STATE: self.head}
 
     def add_to(self, optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
         """Adds the head's parameters to the policy's optimizer; norms do not decay."""

@@ -47,7 +47,7 @@ class GradientNoise(Method):
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
-        trainer._refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
+        trainer.refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
 
     def finish(self, step: Step) -> None:
         """Numbers the rollouts before TRL shuffles them. Raises ValueError for rows with images."""
@@ -69,7 +69,7 @@ class GradientNoise(Method):
             self._norms = BackwardNorms(accelerator.unwrap_model(self.trainer.model).parameters())
         self._norms.start(accelerator.device)
 
-    def after_micro_batch(self) -> None:
+    def after_micro_batch(self, loss: Tensor) -> None:
         assert self._norms is not None, "before_micro_batch comes first"
         self._squares.append(self._norms.take())
 
@@ -88,7 +88,7 @@ class GradientNoise(Method):
         measured = {"gradient_noise": noise, "gradient_signal": signal}
         if "verl_power" in metrics:
             measured["verl_noise"] = verl_noise(metrics["verl_power"][-1], float(norm), len(squares) * rollouts)
-        trainer._log(measured)
+        trainer.record(measured)
         return norm
 
 

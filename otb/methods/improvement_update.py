@@ -48,7 +48,7 @@ class ImprovementUpdate(Method):
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
-        trainer._refuse_sharding("improvement=", "improvement=None")
+        trainer.refuse_sharding("improvement=", "improvement=None")
         if self.improvement.seed is None:
             self.improvement.seed = trainer.args.seed
 
@@ -83,8 +83,8 @@ class ImprovementUpdate(Method):
             self._kept.append(batch | {"old_per_token_logps": log_probs, "advantages": advantages})
             if updates:  # else the ratio is exactly 1 without, as in a run that makes no improvement updates
                 batch["old_per_token_logps"] = log_probs
-        self.trainer._log(metrics)
-        self.trainer._seconds["improvement"] = time.perf_counter() - started
+        self.trainer.record(metrics)
+        self.trainer.seconds["improvement"] = time.perf_counter() - started
         return batches
 
     def _has_signal(self, batches: list[dict]) -> bool:

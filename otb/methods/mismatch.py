@@ -64,7 +64,7 @@ class SamplerMismatch(Method):
         output["completion_mask"] = output["completion_mask"] * ~outside.unsqueeze(1)
         # What dapo, cispo and vespo divide by. TRL does not count the truncated rollouts that it masks, either.
         output["num_items_in_batch"] = accelerator.gather(response_mask(output).sum()).sum()
-        self.trainer._log({"dropped_by_mismatch": accelerator.gather(outside.float()).mean().item()})
+        self.trainer.record({"dropped_by_mismatch": accelerator.gather(outside.float()).mean().item()})
 
     def measured(self, step: Step) -> None:
         output, trainer = step.output, self.trainer
@@ -75,9 +75,9 @@ class SamplerMismatch(Method):
                 return
             step.log_probs = trainer.passes.extra(step)[0]
         ratio = self._sampled.pack(step.log_probs - output["sampling_per_token_logps"])
-        ratio = trainer._gathered(ratio).flatten(0, 1)
-        lengths = trainer._gathered(self._sampled.lengths).flatten()
-        trainer._log(mismatch_metrics(ratio, torch.arange(ratio.size(1), device=ratio.device) < lengths.unsqueeze(1)))
+        ratio = trainer.gathered(ratio).flatten(0, 1)
+        lengths = trainer.gathered(self._sampled.lengths).flatten()
+        trainer.record(mismatch_metrics(ratio, torch.arange(ratio.size(1), device=ratio.device) < lengths.unsqueeze(1)))
 
 
 def outside_band(output: dict, low: float, high: float) -> Tensor:

@@ -15,6 +15,33 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
+from otb.methods import Method
+from otb.training.options import refuse_generation
+
+
+class CopySampling(Method):
+    """Puts a SamplerCopy where TRL keeps vLLM: from there on TRL weighs what differs as it does for vLLM."""
+
+    def __init__(self, dtype: str):
+        self.dtype = dtype
+
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        trainer.refuse_sharding(f"sampler_dtype={self.dtype}", "sampler_dtype=None")
+        reader = ("the sampler's log-probs", "sampler_dtype=None")
+        of_model = trainer.model.generation_config.to_dict()
+        refuse_generation(of_model, "the model's generation_config.json", reader=reader)
+        trainer.vllm_generation = SamplerCopy(
+            trainer.accelerator.unwrap_model(trainer.model),
+            trainer.causal_model(),
+            getattr(torch, self.dtype),
+            trainer.generation_config,
+            trainer.eos_token_ids,
+            getattr(trainer.args, "rows_per_generation", None),
+        )
+        trainer.use_vllm, trainer.vllm_mode = True, "server"  # a server's context is the model's
+        trainer._last_loaded_step = -1
+
 
 class SamplerCopy:
     """Samples with a copy of `policy` whose parameters have another precision.

@@ -116,11 +116,16 @@ class FollowedLengths(Method):
     def __init__(self, schedule: LengthTriggeredDecay):
         self.schedule = schedule
 
+    def scheduler(self, optimizer):
+        from torch.optim.lr_scheduler import LambdaLR
+
+        return LambdaLR(optimizer, self.schedule)  # it keeps the schedule's attributes in its state, so checkpoints do
+
     def finish(self, step: Step) -> None:
         schedule, trainer = self.schedule, self.trainer
         known = schedule.baseline is not None
         schedule.observe(trainer.state.global_step, trainer._metrics["train"]["response_length_mean"][-1])
-        trainer._log(schedule.metrics())
+        trainer.record(schedule.metrics())
         if known or schedule.baseline is None or not trainer.accelerator.is_main_process:
             return
         if schedule.out_of_reach(trainer.max_completion_length):

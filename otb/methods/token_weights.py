@@ -26,6 +26,7 @@ MEASURES = {
     "divergence": "log_ratios",
     "arca": "residuals",
 }
+STATE = "token_weights.pt"  # the file in a checkpoint that holds the running mean
 RULES = {
     "power": Rule("above 0; larger ones sharpen the weights", is_positive, 1),
     "eps": Rule("a number >= 0, which is added to the signal", lambda value: 0 <= value < math.inf, 1e-8),
@@ -202,13 +203,16 @@ class WeightedAdvantages(Method):
     def __init__(self, weights: TokenWeights):
         self.weights = weights
 
+    def learners(self) -> dict[str, TokenWeights]:
+        return {STATE: self.weights} if self.weights.normalise == "running" else {}
+
     def weighed(self, step: Step) -> None:
         from otb.metrics import token_weight_metrics
 
-        factors = self.trainer._gathered(step.factors)
-        signals = None if step.signals is None else self.trainer._gathered(step.signals)
+        factors = self.trainer.gathered(step.factors)
+        signals = None if step.signals is None else self.trainer.gathered(step.signals)
         own = step.rollouts.reached(factors.shape[-1])
-        self.trainer._log(token_weight_metrics(signals, factors, own))
+        self.trainer.record(token_weight_metrics(signals, factors, own))
         if signals is not None:
             self.weights.update(signals, own)
         step.advantages = step.advantages * factors

@@ -1,16 +1,13 @@
-"""ToolTrainer: rollouts that call Python, by TRL's own tool loop with what it lacks. Without tools it is an OTBTrainer.
+"""ToolRollouts: rollouts that call Python, by TRL's own tool loop with what it lacks.
 
 TRL's `_tool_call_loop` alternates: it samples a turn of all unfinished rollouts, runs their calls one after another and
-appends the replies. Three of its methods are extended and none is copied: `_generate` follows every rollout from its
-prompt to its end and keeps vLLM awake until then, `_generate_single_turn` keeps a turn inside the token budget and runs
-its programs side by side, `_get_tool_suffix_ids` makes a reply harmless and short enough. otb/training/trainer.py shows
-where they stand in a step, docs/tools.md lists each guard and what TRL does without it, otb/seams.py every private name
-of TRL that this relies on.
+appends the replies. Here every rollout is followed from its prompt to its end, vLLM is kept awake until then, a turn
+stays inside the token budget, its programs run side by side, and a reply is made harmless and short enough.
+docs/tools.md lists each guard and what TRL does without it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +17,10 @@ from typing import Any
 import torch
 from transformers.utils import get_json_schema
 
+from otb.methods import Method
 from otb.methods.tool_calls import every_call_readable, read_codes
 from otb.sandbox import neutralise
 from otb.tasks.python_tool import MALFORMED, PythonTool, Refusal
-from otb.training.trainer import OTBTrainer
 
 CALLS_PER_TURN = 5  # run per rollout: a program may take its whole time limit, and all others wait for the slowest
 KEPT_FOR_AN_ANSWER = 8  # a reply leaves 1 / 8 of the token budget to the policy
@@ -35,7 +32,7 @@ TOO_MANY = Refusal(f"refused: at most {CALLS_PER_TURN} calls are run in one turn
 
 
 @dataclass
-class _Rollout:
+class ToolRollout:
     """One rollout under way. ids: of prompt and response so far; prompt: how many of them are the prompt's."""
 
     ids: list[int]
@@ -45,42 +42,40 @@ class _Rollout:
     cut: str = ""  # "turns" or "length", where a limit ended it
 
 
-class ToolTrainer(OTBTrainer):
-    """An OTBTrainer whose rollouts may call the `python` of a `PythonTool`; without one it is a plain OTBTrainer.
+class ToolRollouts(Method):
+    """Lets rollouts call the `python` of a `PythonTool` by TRL's own tool loop, with what it lacks.
 
-    Args:
-        environment_factory: Returns a PythonTool, such as `functools.partial(PythonTool, sandbox)`.
-        args: `max_tool_calling_iterations` turns may be answered by Python, so that there may be one assistant turn
-            more; `max_completion_length` bounds own and tool tokens together.
-        Everything else is as in `OTBTrainer`.
+    It does nothing where `environment_factory` is absent or makes another environment: then TRL's loop is as it is.
 
     Raises:
         SandboxFailure: While training, where the sandbox itself failed; what a program does wrong the policy reads.
     """
 
-    def __init__(self, *args, **kwargs):
-        self._rollouts: list[_Rollout] = []  # of the generation under way, in TRL's order
-        self._waiting: list[_Rollout] = []  # those with calls that TRL has not yet answered with a further turn
-        self._unanswered: Iterator[_Rollout] = iter(())  # those of them that wait for the reply itself
+    def __init__(self):
+        self.is_on = False
+        self.rollouts: list[ToolRollout] = []  # of the generation under way, in TRL's order
+        self._waiting: list[ToolRollout] = []  # those with calls that TRL has not yet answered with a further turn
+        self._unanswered: Iterator[ToolRollout] = iter(())  # those of them that wait for the reply itself
         self._replies: dict[tuple[str, ...], list[int]] = {}  # of the generation under way: contents -> tokens
-        self._endings: list[str] = []  # how each rollout of the last generation ended, one of ENDINGS
-        super().__init__(*args, **kwargs)
-        self._control_tokens = tuple(token for token in self._tokenizer.get_added_vocab() if token.strip())
-        if self.environment_factories:  # templates and parsers would make a schema of each function at every call
-            for tools in self._env_tools.values():
-                tools[:] = map(get_json_schema, tools)
 
-    def _generate(self, prompts):
-        if not self.environment_factories:
-            generated = super()._generate(prompts)
-            self._endings = ["end" if ids and ids[-1] in self._end_tokens else "length" for ids in generated[1]]
-            return generated
-        self._rollouts, self._waiting = [], []
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        pool = trainer._environment_pool if trainer.environment_factories else {}
+        self.is_on = list(pool) == [None] and isinstance(pool[None][0], PythonTool)
+        self._tokenizer = trainer._tokenizer
+        self._control_tokens = tuple(token for token in self._tokenizer.get_added_vocab() if token.strip())
+        if self.is_on:  # templates and parsers would make a schema of each function at every call
+            trainer._env_tools[None][:] = map(get_json_schema, trainer._env_tools[None])
+
+    def around_generation(self, make, prompts):
+        if not self.is_on:
+            return make(prompts)
+        self.rollouts, self._waiting = [], []
         self._replies.clear()
-        with every_call_readable(self._tokenizer, self._end_tokens), self._awake():
-            generated = super()._generate(prompts)
+        with every_call_readable(self._tokenizer, self.trainer.end_tokens), self._awake():
+            generated = make(prompts)
         self._end(self._waiting)
-        self._endings = [rollout.cut or "end" for rollout in self._rollouts]
+        self.trainer.endings = [rollout.cut or "end" for rollout in self.rollouts]
         _, completion_ids, tool_mask, _, log_probs, *_ = generated
         self._count_as_truncated(completion_ids, tool_mask, log_probs)
         self._log_tool_use()
@@ -93,15 +88,14 @@ class ToolTrainer(OTBTrainer):
         TRL puts it to sleep after each turn and hands it the weights before the next. Where weights are sharded that is
         a collective, and processes whose rollouts take fewer turns never join it.
         """
-        engine: Any = self.vllm_generation if self.use_vllm and self.vllm_mode == "colocate" else None
+        trainer = self.trainer
+        engine: Any = trainer.vllm_generation if trainer.use_vllm and trainer.vllm_mode == "colocate" else None
         if engine is None or not engine.enable_sleep_mode:
             yield
             return
-        started = time.perf_counter()
         engine.sync_weights()
-        self._last_loaded_step = self.state.global_step
+        trainer._last_loaded_step = trainer.state.global_step
         engine.llm.wake_up(tags=["kv_cache"])
-        self._add_seconds("sampling", time.perf_counter() - started)
         engine.enable_sleep_mode = False
         try:
             yield
@@ -112,28 +106,28 @@ class ToolTrainer(OTBTrainer):
 
     # ---- one turn
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if not self.environment_factories:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        rollouts = self._continued(prompt_ids) if self._rollouts else self._begun(prompt_ids)
+    def around_turn(self, make, prompt_ids, *args, **kwargs):
+        if not self.is_on:
+            return make(prompt_ids, *args, **kwargs)
+        rollouts = self._continued(prompt_ids) if self.rollouts else self._begun(prompt_ids)
         room = [self._room(rollout) for rollout in rollouts]
         with self._at_most_new_tokens(max(1, *room)):
-            turn_ids, log_probs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            turn_ids, log_probs = make(prompt_ids, *args, **kwargs)
         turn_ids = [ids[:most] for ids, most in zip(turn_ids, room, strict=True)]
         if log_probs is not None:
             log_probs = [row[:most] for row, most in zip(log_probs, room, strict=True)]
         self._take_turn(rollouts, turn_ids)
         return turn_ids, log_probs
 
-    def _begun(self, prompt_ids: list[list[int]]) -> list[_Rollout]:
+    def _begun(self, prompt_ids: list[list[int]]) -> list[ToolRollout]:
         """Begins a rollout for each prompt, and returns them."""
-        self._rollouts = [
-            _Rollout(list(ids), len(ids), environment)
-            for ids, environment in zip(prompt_ids, self.environments, strict=True)
+        self.rollouts = [
+            ToolRollout(list(ids), len(ids), environment)
+            for ids, environment in zip(prompt_ids, self.trainer.environments, strict=True)
         ]
-        return self._rollouts
+        return self.rollouts
 
-    def _continued(self, prompt_ids: list[list[int]]) -> list[_Rollout]:
+    def _continued(self, prompt_ids: list[list[int]]) -> list[ToolRollout]:
         """Returns the rollouts of these rows. TRL keeps the order and leaves out those whose reply did not fit."""
         rows, continued, dropped = iter(prompt_ids), [], []
         row = next(rows, None)
@@ -152,25 +146,25 @@ class ToolTrainer(OTBTrainer):
         self._end(dropped)
         return continued
 
-    def _end(self, rollouts: list[_Rollout]) -> None:
+    def _end(self, rollouts: list[ToolRollout]) -> None:
         """Ends rollouts that asked for a reply and get none: past the last turn, or for want of room."""
         for rollout in rollouts:
             rollout.cut = "turns" if self._is_last_turn(rollout) else "length"
 
-    def _is_last_turn(self, rollout: _Rollout) -> bool:
-        return rollout.turns > self.max_tool_calling_iterations
+    def _is_last_turn(self, rollout: ToolRollout) -> bool:
+        return rollout.turns > self.trainer.max_tool_calling_iterations
 
-    def _room(self, rollout: _Rollout) -> int:
+    def _room(self, rollout: ToolRollout) -> int:
         """Returns how many tokens are left for the response."""
-        return max(0, self.max_completion_length - (len(rollout.ids) - rollout.prompt))
+        return max(0, self.trainer.max_completion_length - (len(rollout.ids) - rollout.prompt))
 
     @contextmanager
     def _at_most_new_tokens(self, count: int) -> Iterator[None]:
         """Limits a turn: TRL would sample `max_completion_length` tokens in each, and cut what is over the budget."""
-        if self.use_vllm:
-            holder, name = self.vllm_generation, "max_completion_length"
+        if self.trainer.use_vllm:
+            holder, name = self.trainer.vllm_generation, "max_completion_length"
         else:
-            holder, name = self.generation_config, "max_new_tokens"
+            holder, name = self.trainer.generation_config, "max_new_tokens"
         usual = getattr(holder, name)
         setattr(holder, name, count)
         try:
@@ -178,7 +172,7 @@ class ToolTrainer(OTBTrainer):
         finally:
             setattr(holder, name, usual)
 
-    def _take_turn(self, rollouts: list[_Rollout], turn_ids: list[list[int]]) -> None:
+    def _take_turn(self, rollouts: list[ToolRollout], turn_ids: list[list[int]]) -> None:
         """Adds a turn to its rollouts and runs its programs side by side, once for all of them.
 
         Equal programs are run once and share the result: rollouts of a prompt write many of them.
@@ -186,12 +180,12 @@ class ToolTrainer(OTBTrainer):
         self._waiting = []
         calls: list[tuple[PythonTool, str | Refusal]] = []
         for rollout, ids in zip(rollouts, turn_ids, strict=True):
-            codes = read_codes(self._tokenizer, ids, rollout.ids, self._env_tools[None])
+            codes = read_codes(self._tokenizer, ids, rollout.ids, self.trainer._env_tools[None])
             rollout.ids, rollout.turns = rollout.ids + ids, rollout.turns + bool(ids)
             if codes:
                 self._waiting.append(rollout)
                 calls += [(rollout.environment, self._vetted(rollout, n, code)) for n, code in enumerate(codes)]
-            elif not ids or ids[-1] not in self._end_tokens:
+            elif not ids or ids[-1] not in self.trainer.end_tokens:
                 rollout.cut = "length"
         self._unanswered = iter(self._waiting)
         programs = list(dict.fromkeys(call for _, call in calls if isinstance(call, str)))
@@ -203,7 +197,7 @@ class ToolTrainer(OTBTrainer):
             else:
                 environment.outcomes.append(results[call] if isinstance(call, str) else call)
 
-    def _vetted(self, rollout: _Rollout, position: int, code: str | None) -> str | Refusal:
+    def _vetted(self, rollout: ToolRollout, position: int, code: str | None) -> str | Refusal:
         """Returns the program, or why it is not run. position: among the calls of the turn, from 0."""
         if self._is_last_turn(rollout):
             return PAST_THE_LAST_TURN
@@ -213,19 +207,17 @@ class ToolTrainer(OTBTrainer):
             return NO_ROOM
         return code if position < CALLS_PER_TURN else TOO_MANY
 
-    @property
-    def _end_tokens(self) -> tuple[int, ...]:
-        return (*self.eos_token_ids, self._tokenizer.pad_token_id)
-
     # ---- calls are answered
 
-    def _get_tool_suffix_ids(self, tool_messages):
+    def around_reply(self, make, tool_messages):
         """Returns the tokens from the call to the next turn. TRL asks once per waiting rollout, in their order."""
+        if not self.is_on:
+            return make(tool_messages)
         rollout = next(self._unanswered)
         for message in tool_messages:
             message["content"] = neutralise(message["content"], self._control_tokens)
         reply = self._rendered(tool_messages)
-        most = self._room(rollout) - self.max_completion_length // KEPT_FOR_AN_ANSWER
+        most = self._room(rollout) - self.trainer.max_completion_length // KEPT_FOR_AN_ANSWER
         while len(reply) > most and self._shorten(tool_messages, len(reply) - most):
             reply = self._rendered(tool_messages)
         rollout.ids = rollout.ids + reply
@@ -235,7 +227,7 @@ class ToolTrainer(OTBTrainer):
         """Returns the tokens of replies; equal ones, such as those to equal programs, are rendered once."""
         contents = tuple(message["content"] for message in tool_messages)
         if contents not in self._replies:
-            self._replies[contents] = super()._get_tool_suffix_ids(tool_messages)
+            self._replies[contents] = self.trainer.rendered(tool_messages)
         return self._replies[contents]
 
     def _shorten(self, tool_messages: list[dict], excess: int) -> bool:
@@ -253,31 +245,31 @@ class ToolTrainer(OTBTrainer):
     @cached_property
     def _smallest_reply(self) -> int:
         """The number of tokens of a reply of which only the mark is left."""
-        return len(super()._get_tool_suffix_ids([{"role": "tool", "name": "python", "content": SHORTENED}]))
+        return len(self.trainer.rendered([{"role": "tool", "name": "python", "content": SHORTENED}]))
 
     # ---- what is recorded
 
     def _count_as_truncated(self, completion_ids: list, tool_mask: list, log_probs: list | None) -> None:
         """Counts a rollout whose last call found no room as truncated: for TRL it ended with an end token."""
         cut = [
-            i for i, rollout in enumerate(self._rollouts)
-            if rollout.cut == "length" and completion_ids[i][-1] in self._end_tokens
+            i for i, rollout in enumerate(self.rollouts)
+            if rollout.cut == "length" and completion_ids[i][-1] in self.trainer.end_tokens
         ]  # fmt: skip
-        dropped, rollouts = self._summed([len(cut), len(self._rollouts)])
-        self._metrics[self._mode]["completions/clipped_ratio"][-1] += dropped / rollouts
-        if self.mask_truncated_completions:  # it looks for the end token
+        dropped, rollouts = self._summed([len(cut), len(self.rollouts)])
+        self.trainer._metrics[self._mode]["completions/clipped_ratio"][-1] += dropped / rollouts
+        if self.trainer.mask_truncated_completions:  # it looks for the end token
             for rows in filter(None, (completion_ids, tool_mask, log_probs)):
                 for i in cut:
                     del rows[i][-1]
 
     def _log_tool_use(self) -> None:
         """Logs the metrics of tools over all processes; shares of calls only where there were calls."""
-        uses = [rollout.environment.use for rollout in self._rollouts]
+        uses = [rollout.environment.use for rollout in self.rollouts]
         columns: dict[str, list[float]] = {
             "rollouts": [1 for _ in uses],
-            "turns_mean": [rollout.turns for rollout in self._rollouts],
-            "cut_by_turns": [rollout.cut == "turns" for rollout in self._rollouts],
-            "cut_by_length": [rollout.cut == "length" for rollout in self._rollouts],
+            "turns_mean": [rollout.turns for rollout in self.rollouts],
+            "cut_by_turns": [rollout.cut == "turns" for rollout in self.rollouts],
+            "cut_by_length": [rollout.cut == "length" for rollout in self.rollouts],
             "never_called": [use.calls == 0 for use in uses],
             "tool_calls": [use.calls for use in uses],
             "tool_failed": [use.failed for use in uses],
@@ -293,14 +285,13 @@ class ToolTrainer(OTBTrainer):
             number = sums.pop(name)
             if calls:
                 sums[name] = number / calls
-        for name, value in (sums | {"tool_calls": calls}).items():
-            self._metrics[self._mode][name].append(value)
+        self.trainer.record(sums | {"tool_calls": calls}, self._mode)
 
     def _summed(self, values: list[float]) -> list[float]:
         """Returns each of the values summed over all processes."""
-        local = torch.tensor([values], dtype=torch.float32, device=self.accelerator.device)
-        return self.accelerator.gather(local).sum(0).tolist()
+        local = torch.tensor([values], dtype=torch.float32, device=self.trainer.accelerator.device)
+        return self.trainer.accelerator.gather(local).sum(0).tolist()
 
     @property
     def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
+        return "train" if self.trainer.model.training else "eval"

@@ -1,19 +1,19 @@
-"""LeanTrainer: a GRPOTrainer whose loss makes no backward, and no second forward, that its gradient does not need.
+"""LeanLoss: makes no backward, and no second forward, that the gradient of the loss does not need.
 
-OTBTrainer is one; with `lean_steps=False` its loss is TRL's. What it saves, each without a change of the gradient
-beyond rounding:
+With `lean_steps=False` the loss is TRL's. What it saves, each without a change of the gradient beyond rounding:
 
-    padding         rollouts of similar length stand together, and each chunk is as wide as its longest
+    padding         rollouts of similar length are computed together, each chunk as wide as its longest
     backwards       a rollout whose advantages are all 0 has no gradient: its forward, for the metrics, keeps no graph
     a forward       where a pass before the loss had the weights of the loss (score norms), the loss takes this pass
 
 Several processes would have to make equally many forwards, and several terms of TRL's loss read more than advantages
-times log-probabilities: there all passes are TRL's (`_is_lean`).
+times log-probabilities: there all passes are TRL's (`applies`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -97,9 +97,9 @@ class LeanLoss(Method):
         output[ROW] = torch.arange(self._rows_kept, self._rows_kept + rows, device=log_probs.device)
         self._rows_kept += rows
 
-    def forget(self) -> None:
-        """Drops a kept pass, whatever became of the loss that it was for."""
-        self._kept_pass = None
+    def while_sampling(self):
+        self._kept_pass = None  # whatever became of the loss that it was for
+        return nullcontext()
 
     def around_loss(self, make, model, inputs):
         if not self.applies(inputs):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from otb.methods import Method
 
 ENDED_SHARE = 1 / 8  # of the rows of a batch, which leave it together: taking rows out copies the cache of the others
 # Options that see a row's tokens or their number, or nothing of the sort: the same whatever rows stand beside it.
@@ -36,6 +38,23 @@ NEUTRAL: tuple = (None, False, 0, [], {})
 FACTORS = frozenset(
     {"repetition_penalty", "num_beams", "num_return_sequences", "guidance_scale", "encoder_repetition_penalty"}
 )
+
+
+class LeanSampling(Method):
+    """Samples a turn with the loop below, `rows_per_generation` rollouts at a time; vLLM and images are left to TRL."""
+
+    def around_turn(self, make, prompt_ids, images=None, *args, **kwargs):
+        trainer = self.trainer
+        if trainer.use_vllm or images is not None:
+            return make(prompt_ids, images, *args, **kwargs)
+        at_once = getattr(trainer.args, "rows_per_generation", None) or len(prompt_ids)
+        is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        is_lean = getattr(trainer.args, "lean_steps", False) and not is_sharded
+        completion_ids: list = []
+        with lean_sampling(trainer.accelerator.unwrap_model(trainer.model)) if is_lean else nullcontext():
+            for first in range(0, len(prompt_ids), at_once):  # generate returns no log-probs
+                completion_ids += make(prompt_ids[first : first + at_once], images, *args, **kwargs)[0]
+        return completion_ids, None
 
 
 @contextmanager

@@ -1,10 +1,9 @@
-"""MeasuringTrainer: a GRPOTrainer that measures of its rollouts what a baseline declares that it needs.
+"""Passes: the forwards before the loss, and what a baseline and token weights need of them.
 
-OTBTrainer is one. Rewards are kept where TRL computes them. Score norms are read off a forward pass over the rollouts,
-whose LM head then returns log sum pi^2 beside the log-probs. TRL makes such a pass where its loss needs one; elsewhere
-this class makes an extra one, and the loss takes it instead of one of its own where it can (otb/lean_trainer.py).
-Hidden states, and the signals of token weights, need the extra pass in any case; exact norms need backward passes of
-their own (otb/exact_norms.py). Everything measured ends in the `RolloutGroups` of all processes.
+Score norms come from a forward over the rollouts whose LM head also returns log sum pi^2. TRL makes such a pass where
+its loss needs one; elsewhere `extra` makes one, and the loss takes it instead of its own forward where it can
+(lean_loss.py). Hidden states and the signals of token weights always need the extra pass; exact norms need backward
+passes of their own (otb/exact_norms.py).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,17 +30,13 @@ from otb.score_norms import logit_gradient_proxy
 from otb.training.lean_loss import chunks, in_order
 from otb.training.options import CHUNKS
 
-if TYPE_CHECKING:
-    pass
-
 
 class Passes(Method):
     """Makes the passes before the loss, and measures of a batch what the baseline and the token weights need."""
 
-    def __init__(self, baseline: Any, token_weights: TokenWeights | None, logs_energy: bool):
-        self.baseline, self.token_weights = baseline, token_weights
+    def __init__(self, baseline: Any, token_weights: TokenWeights | None, needs_score_norms: bool):
+        self.baseline, self.token_weights, self.needs_score_norms = baseline, token_weights, needs_score_norms
         self.needs = baselines.needs_of(baseline)  # what the baseline declares
-        self.needs_score_norms = "score_norms" in self.needs or logs_energy
         # Whether the extra pass is made even where TRL makes one; `while_sampling` says why.
         self.always_extra = "hidden_states" in self.needs or bool(self._watched_for_weights)
         self._scoring = False  # whether no-grad passes are to return log sum pi^2
@@ -57,7 +52,7 @@ class Passes(Method):
                 pass
         if self.needs & baselines.EXACT_NORMS:
             exact_norms.trainable(trainer.model)  # too many parameters are refused before the first rollout
-            trainer._refuse_sharding(f"baseline {baselines.name_of(self.baseline)}", "a baseline with the proxy")
+            trainer.refuse_sharding(f"baseline {baselines.name_of(self.baseline)}", "a baseline with the proxy")
 
     # ---- what the baseline needs
 
@@ -143,8 +138,8 @@ class Passes(Method):
             learns = self._may_learn(OwnTokens(response_mask(output)))
         at_once = min(self.trainer.args.per_device_train_batch_size, -(-len(ids) // CHUNKS))
         parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-        self._scoring, self._watched = True, torch.zeros(output["completion_ids"].shape, device=ids.device)
-        with nullcontext() if keep else self._as_measurement():
+        self._watched = torch.zeros(output["completion_ids"].shape, device=ids.device)
+        with self._recording(True), nullcontext() if keep else self._as_measurement():
             for rows, with_gradient in chunks(lengths, learns, torch.ones_like(learns), at_once):
                 width = max(1, int(lengths[rows[-1]]))
                 chunk = slice(prompt_width + width)
@@ -165,7 +160,7 @@ class Passes(Method):
         if keep:
             self.trainer.lean.keep(output, log_probs, entropies[0], learns)
             # Less time than nothing: it is counted with the loss, which is what remains of a step.
-            self.trainer._add_seconds("advantages", started - time.perf_counter())
+            self.trainer.add_seconds("advantages", started - time.perf_counter())
         return log_probs.detach(), log_sum_sq_probs.detach()
 
     def _may_learn(self, own: OwnTokens) -> Tensor:
@@ -177,10 +172,10 @@ class Passes(Method):
         """
         if baselines.carries_state(self.baseline) or "hidden_states" in self.needs:  # what it reads is not there yet
             return torch.ones(len(own.mask), dtype=torch.bool, device=own.mask.device)
-        ones = self.trainer._in_groups(own.own.float())
+        ones = self.trainer.in_groups(own.own.float())
         rollouts = RolloutGroups(
-            self.trainer._in_groups(self.trainer._summed_rewards()),
-            self.trainer._in_groups(own.lengths),
+            self.trainer.in_groups(self.trainer.summed_rewards()),
+            self.trainer.in_groups(own.lengths),
             score_norms=ones,
             sequence_norms=ones.sum(-1),
             prefix_norms=ones.cumsum(-1),
@@ -256,7 +251,7 @@ class Passes(Method):
             log_probs=own.pack(log_probs),
             log_sum_sq_probs=own.pack(log_sum_sq_probs),
             score_norms=None if w is None else weighted_norms(w, factors),
-            scored=~self.trainer._summed_rewards()[first + rows].isnan(),
+            scored=~self.trainer.summed_rewards()[first + rows].isnan(),
         )
 
     @contextmanager
@@ -268,24 +263,33 @@ class Passes(Method):
         if states is None:
             yield []
             return
-        backbone: Any = self.trainer._causal_model().base_model  # a module; torch's stubs say "or a tensor"
+        backbone: Any = self.trainer.causal_model().base_model  # a module; torch's stubs say "or a tensor"
         with adapters.collected_states(backbone, states) as collected:
             yield collected
 
     # ---- every pass: TRL's, which also returns log sum pi^2 where it is asked for
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Lets TRL's passes without gradient return log sum pi^2 too, where score norms can be taken from them.
+    def while_sampling(self) -> Iterator[None]:
+        """Makes TRL's passes without gradient return log sum pi^2 as well, where score norms can be taken from them.
 
-        They know neither tool tokens nor rewards, which `reduce` needs, and have the dropout of training, which token
-        weights must not see: both take an extra pass.
+        They know neither tool tokens nor rewards, which `reduce` needs, and they have the dropout of training, which
+        token weights must not see: both take an extra pass.
         """
-        self._scoring = self.needs_score_norms and not self.always_extra
+        self._passes = []
+        with self._recording(self.needs_score_norms and not self.always_extra):
+            yield
+
+    @contextmanager
+    def _recording(self, scoring: bool) -> Iterator[None]:
+        self._scoring, before = scoring, self._scoring
         try:
             yield
         finally:
-            self._scoring, self._passes = False, []
+            self._scoring = before
+
+    def finish(self, step: Step) -> None:
+        self._passes = []
 
     def around_pass(self, make, model, ids, mask, width, *args, **kwargs):
         part = (model, ids, mask, width)
@@ -302,7 +306,7 @@ class Passes(Method):
 
         The list collects it per chunk of TRL's pass. A second head that stayed would cost more per step.
         """
-        model = self.trainer._causal_model()
+        model = self.trainer.causal_model()
         trl_forward, collected = model.forward, []
         add_fused_lm_head(
             model,

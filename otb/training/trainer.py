@@ -1,8 +1,9 @@
 """OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`.
 
-One subclass, nothing copied. TRL calls the methods below in the order in which they stand; `_advantages` is the step
-itself. What stands beside the baseline is a `Method` (otb/methods/__init__.py) in `self.methods`; `self.passes` makes
-and reads forwards before the loss, `self.lean` leaves out of the loss what has no gradient.
+One subclass, and no method of TRL is copied. A step is the section "the step" below, in the order in which TRL calls
+it. Everything beside the baseline is a `Method` (otb/methods/__init__.py) in `self.methods`: `passes` makes the
+forwards that the baseline needs, `lean` leaves out of the loss what has no gradient, the others are off unless asked
+for. otb/seams.py lists every private name of TRL that this project relies on.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import copy
 import inspect
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -33,14 +33,17 @@ from otb.methods.gradient_noise import GradientNoise
 from otb.methods.improvement import PolicyImprovement
 from otb.methods.improvement_update import ImprovementUpdate
 from otb.methods.mismatch import SamplerMismatch
-from otb.methods.sampler_copy import SamplerCopy
+from otb.methods.sampler_copy import CopySampling
 from otb.methods.schedules import FollowedLengths, LengthTriggeredDecay
 from otb.methods.token_weights import TokenWeights, WeightedAdvantages, refuse_without_base
+from otb.methods.tool_rollouts import ToolRollouts
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
 from otb.random_state import isolated_random_state
 from otb.rollouts import OwnTokens, RolloutGroups
+from otb.training.config import OTBConfig
+from otb.training.engine_state import EngineState
 from otb.training.lean_loss import LeanLoss
-from otb.training.lean_sampling import lean_sampling
+from otb.training.lean_sampling import LeanSampling
 from otb.training.options import (
     Batches,
     refuse_band,
@@ -52,75 +55,8 @@ from otb.training.options import (
 )
 from otb.training.passes import Passes
 
+__all__ = ["OTBConfig", "OTBTrainer"]
 BASELINE_STATE = "baseline.pt"  # the file in a checkpoint that holds the state of a baseline that learns
-TOKEN_WEIGHTS_STATE = "token_weights.pt"  # and of token weights with normalise="running"
-MTP_HEAD = "mtp_head.pt"  # and the weights of an auxiliary head
-
-
-class _SingleRollout(int):
-    """A group size of 1 that passes TRL's check `num_generations < 2` and counts as 1 everywhere else."""
-
-    def __lt__(self, other: int) -> bool:
-        return False
-
-
-@dataclass
-class OTBConfig(GRPOConfig):
-    """TRL's GRPOConfig with a few more fields and two other rules.
-
-    `num_generations=1` is allowed: the baseline declares the smallest group that makes sense. `scale_rewards` is
-    "none": what divides an advantage belongs to the baseline (`grpo` divides, `otb` does not).
-
-    Raises:
-        ValueError: `scale_rewards` is anything else.
-    """
-
-    scale_rewards: str = "none"
-    log_energy: bool = field(
-        default=False, metadata={"help": "Log energy metrics also for baselines that do not need score norms."}
-    )
-    measure_gradient_noise: bool = field(
-        default=False,
-        metadata={"help": "Log the gradient noise measured on micro-batches of whole groups, and energy metrics."},
-    )
-
-    rows_per_generation: int | None = field(
-        default=None,
-        metadata={"help": "Rollouts that transformers' generate samples at a time; None: all of a turn."},
-    )
-    lean_steps: bool = field(
-        default=True,
-        metadata={
-            "help": "Leave out what changes a step by rounding alone: padding, a second forward, backwards of 0 "
-            "(lean_loss.py), rollouts that have ended (lean_sampling.py; other random numbers, the same "
-            "distribution). False: every pass as TRL makes it."
-        },
-    )
-    geometric_ratio_band: tuple[float, float] | None = field(
-        default=None,
-        metadata={
-            "help": "Drop a rollout where the geometric mean over own tokens of trained / sampled probability leaves "
-            "(low, high): Geo-RS of the paper's 14B runs. Needs the sampler's log-probs: vLLM, or sampler_dtype."
-        },
-    )
-    sampler_dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "Precision of a copy of the policy that samples, 'bfloat16'; its importance ratios are "
-            "those of the vllm_importance_sampling_* options. None: the policy samples itself."
-        },
-    )
-
-    def __post_init__(self):
-        if self.num_generations == 1:
-            self.num_generations: int = _SingleRollout(1)
-        super().__post_init__()
-        self.num_generations = int(self.num_generations)
-        if self.scale_rewards != "none":
-            raise ValueError(
-                f"scale_rewards={self.scale_rewards!r} divides advantages after the baseline; OTBConfig leaves scaling "
-                "to the baseline. Use scale_rewards='none', and baseline=grpo for division by the group's deviation."
-            )
 
 
 class OTBTrainer(GRPOTrainer):
@@ -135,6 +71,7 @@ class OTBTrainer(GRPOTrainer):
         improvement: Weighs a second update on the batch before (otb/improvement.py), copied too; None: no such update.
         auxiliary: A multi-token-prediction head that is trained beside the policy, and what of its loss reaches the
             policy (otb/auxiliary.py); None: no head.
+        methods: Further `Method`s (otb/methods/__init__.py), called after those above.
         args: An OTBConfig. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
         Everything else is as in `trl.GRPOTrainer`.
 
@@ -143,8 +80,8 @@ class OTBTrainer(GRPOTrainer):
     """
 
     _tag_names = ["trl", "otb"]
-    _buffered_inputs: list[dict] | None  # TRL's micro-batches of the last generation
     _name = "OTB"
+    _buffered_inputs: list[dict] | None  # TRL's micro-batches of the last generation
     lr_scheduler: Any
 
     def __init__(
@@ -158,31 +95,40 @@ class OTBTrainer(GRPOTrainer):
         token_weights: TokenWeights | None = None,
         improvement: PolicyImprovement | None = None,
         auxiliary: MultiTokenPrediction | None = None,
+        methods: Sequence[Method] = (),
         **kwargs,
     ):
+        self.baseline: Any = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self.lr_schedule, self.improvement = copy.deepcopy(lr_schedule), copy.deepcopy(improvement)
         self.token_weights = copy.deepcopy(token_weights)
-        self.baseline: Any = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
-        measures_noise = getattr(args, "measure_gradient_noise", False)
-        self._noise = measures_noise
-        self.passes = Passes(self.baseline, self.token_weights, measures_noise or getattr(args, "log_energy", False))
-        self._needs_score_norms = self.passes.needs_score_norms
-        self.lean = LeanLoss()
-        self.methods: list[Method] = [  # in this order at every moment of the step; the innermost of a pass first
+        self._noise = bool(getattr(args, "measure_gradient_noise", False))
+        self._needs_score_norms = (
+            "score_norms" in baselines.needs_of(baseline) or self._noise or getattr(args, "log_energy", False)
+        )
+        given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
+        self._refuse_before_loading(given, auxiliary)
+        self.passes = Passes(self.baseline, self.token_weights, self._needs_score_norms)
+        self.lean, self.tool_rollouts = LeanLoss(), ToolRollouts()
+        sampler_dtype = getattr(args, "sampler_dtype", None)
+        self.methods: list[Method] = [  # in this order at every moment of a step; the innermost first
             *([ImprovementUpdate(self.improvement)] if self.improvement else []),
             self.lean,
             self.passes,
             SamplerMismatch(),
             *([WeightedAdvantages(self.token_weights)] if self.token_weights else []),
             *([FollowedLengths(self.lr_schedule)] if self.lr_schedule else []),
-            *([GradientNoise()] if measures_noise else []),
+            *([GradientNoise()] if self._noise else []),
             *([AuxiliaryHead(auxiliary)] if auxiliary else []),
+            EngineState(),
+            LeanSampling(),
+            self.tool_rollouts,
+            *([CopySampling(sampler_dtype)] if sampler_dtype else []),
+            *methods,
         ]
-        given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
-        self._refuse_before_loading(given, auxiliary)
-        self._seconds: dict[str, float] = {}  # part of the step -> time spent in it
+        self.seconds: dict[str, float] = {}  # part of the step -> time spent in it
+        self.endings: list[str] = []  # how each rollout of the last generation ended, one of ENDINGS
+        self.sampled_tokens = torch.zeros(0, 2)  # (B, 2) of the last generation: own tokens; own and tool tokens
         self._rewards_per_function: Tensor | None = None  # (P * G, reward functions), of all processes
-        self._sampled_tokens: Tensor | None = None  # (B, 2): own tokens; own and tool tokens
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.use_vllm:  # its engine has seeded this process with its own number, the same for every run
             set_seed(self.args.seed, device_specific=True)
@@ -190,8 +136,6 @@ class OTBTrainer(GRPOTrainer):
             refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
         for method in self.methods:
             method.attach(self)
-        if getattr(self.args, "sampler_dtype", None) is not None:
-            self._sample_by_copy(self.args.sampler_dtype)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -218,29 +162,7 @@ class OTBTrainer(GRPOTrainer):
             adapter = getattr(model, "active_peft_config", None) or given.get("peft_config")
             refuse_without_base(self.token_weights.signal, adapter)
 
-    def _refuse_sharding(self, option: str, instead: str) -> None:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(
-                f"{option} needs whole parameters and their gradients on every process; FSDP and DeepSpeed shard them. "
-                f"Use plain data parallelism, or {instead}."
-            )
-
-    def _sample_by_copy(self, dtype: str) -> None:
-        """Puts a copy of the policy where TRL keeps vLLM: from here on it weighs what differs as it does for vLLM."""
-        self._refuse_sharding(f"sampler_dtype={dtype}", "sampler_dtype=None")
-        reader = ("the sampler's log-probs", "sampler_dtype=None")
-        refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json", reader=reader)
-        self.vllm_generation = SamplerCopy(
-            self.accelerator.unwrap_model(self.model),
-            self._causal_model(),
-            getattr(torch, dtype),
-            self.generation_config,
-            self.eos_token_ids,
-            getattr(self.args, "rows_per_generation", None),
-        )
-        self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1  # a server's context is the model's
-
-    # ---- the step, in the order in which TRL calls it
+    # ---- the step
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
@@ -258,18 +180,38 @@ class OTBTrainer(GRPOTrainer):
         return inputs
 
     def _generate_and_score_completions(self, inputs):
-        self.lean.forget()
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        with self.passes.recording():
-            with ExitStack() as stack:
-                for method in self.methods:
-                    stack.enter_context(method.while_sampling())
-                output = super()._generate_and_score_completions(inputs)
-            started = time.perf_counter()
-            self._replace_advantages(output)
-            self._add_seconds("advantages", time.perf_counter() - started)
+        with ExitStack() as stack:
+            for method in self.methods:
+                stack.enter_context(method.while_sampling())
+            output = super()._generate_and_score_completions(inputs)
+        started = time.perf_counter()
+        self._replace_advantages(output)
+        self.add_seconds("advantages", time.perf_counter() - started)
         return output
+
+    def _generate(self, prompts):
+        started = time.perf_counter()
+        generated = self.around("around_generation", self._counted)(prompts)
+        self.add_seconds("sampling", time.perf_counter() - started)
+        return generated
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        was_training = self.model.training
+        try:
+            return self.around("around_turn", super()._generate_single_turn)(prompt_ids, *args, **kwargs)
+        finally:
+            self.model.train(was_training)  # TRL's continuous batching leaves it training, even within an evaluation
+
+    def _get_tool_suffix_ids(self, tool_messages):
+        return self.around("around_reply", self.rendered)(tool_messages)
+
+    def _calculate_rewards(self, *args, **kwargs):
+        started = time.perf_counter()
+        self._rewards_per_function = super()._calculate_rewards(*args, **kwargs)
+        self.add_seconds("scoring", time.perf_counter() - started)
+        return self._rewards_per_function
 
     def _replace_advantages(self, output: dict) -> None:
         """Puts the baseline's advantages, (B,) or (B, C), in the place of TRL's group-mean ones (B,)."""
@@ -291,82 +233,16 @@ class OTBTrainer(GRPOTrainer):
         if baselines.carries_state(self.baseline):
             self.baseline.update(step.rollouts)
 
-    def _generate(self, prompts):
-        started = time.perf_counter()
-        with self._state_of_engine():
-            generated = super()._generate(prompts)
-        _, completion_ids, tool_mask, *_ = generated
-        lengths = [len(ids) for ids in completion_ids]
-        own_counts = lengths if tool_mask is None else [sum(mask) for mask in tool_mask]
-        # Counted here: TRL masks truncated rollouts later, and tokens that were sampled were paid for.
-        self._sampled_tokens = torch.tensor([own_counts, lengths], device=self.accelerator.device).T.contiguous()
-        self._add_seconds("sampling", time.perf_counter() - started)
-        return generated
-
-    def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
-        was_training = self.model.training
-        try:
-            return self._generate_in_parts(prompt_ids, images, *args, **kwargs)
-        finally:
-            self.model.train(was_training)  # TRL's continuous batching leaves it training, even within an evaluation
-
-    def _generate_in_parts(self, prompt_ids, images, *args, **kwargs):
-        if self.use_vllm or images is not None:
-            return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
-        at_once = getattr(self.args, "rows_per_generation", None) or len(prompt_ids)
-        completion_ids: list = []
-        with self._lean_sampling():
-            for first in range(0, len(prompt_ids), at_once):  # generate returns no log-probs
-                chunk = prompt_ids[first : first + at_once]
-                completion_ids += super()._generate_single_turn(chunk, images, *args, **kwargs)[0]
-        return completion_ids, None
-
-    def _lean_sampling(self) -> AbstractContextManager:
-        if not getattr(self.args, "lean_steps", False) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return nullcontext()
-        return lean_sampling(self.accelerator.unwrap_model(self.model))
-
-    def _state_of_engine(self) -> AbstractContextManager[None]:
-        """Gives the processes that share a copy of the policy in vLLM one random state, from which each samples.
-
-        Each of them draws all tokens of all of them; with other tokens they would wait for each other forever. The
-        state follows from that of the first of them, which is in the checkpoints.
-        """
-        together = self.vllm_tensor_parallel_size if self.use_vllm and self.vllm_mode == "colocate" else 1
-        if together == 1:
-            return nullcontext()
-        drawn = self.accelerator.gather(torch.randint(2**62, (1,), device=self.accelerator.device)).tolist()
-        rank = self.accelerator.process_index
-        return isolated_random_state(seed=drawn[rank - rank % together])
-
-    def _calculate_rewards(self, *args, **kwargs):
-        started = time.perf_counter()
-        self._rewards_per_function = super()._calculate_rewards(*args, **kwargs)
-        self._add_seconds("scoring", time.perf_counter() - started)
-        return self._rewards_per_function
-
     def _get_per_token_logps_and_entropies(self, model, *part, **kwargs):
         return self.passed(model, *part, **kwargs)
 
-    def passed(self, model, *part, below: Method | None = None, **kwargs):
-        """Makes a pass through all methods, the innermost first. below: only through those inside this one."""
-        make = super()._get_per_token_logps_and_entropies
-        for layer in self.methods:
-            if layer is below:
-                break
-            make = partial(layer.around_pass, make)
-        return make(model, *part, **kwargs)
-
     def _compute_loss(self, model, inputs):
-        make = super()._compute_loss
-        for layer in self.methods:
-            make = partial(layer.around_loss, make)
-        return make(model, inputs)
+        return self.around("around_loss", super()._compute_loss)(model, inputs)
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         for method in self.methods:
-            method.after_micro_batch()
+            method.after_micro_batch(loss.detach())
         return loss
 
     def _get_grad_norm(self, *args, **kwargs):
@@ -384,51 +260,105 @@ class OTBTrainer(GRPOTrainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps, optimizer=None):
-        if self.lr_schedule is None or self.lr_scheduler is not None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        # LambdaLR keeps the attributes of a callable object in its state, and so the checkpoints do.
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.lr_schedule)
-        self._created_lr_scheduler = True
-        return self.lr_scheduler
+        for method in self.methods:
+            if self.lr_scheduler is None and (made := method.scheduler(optimizer or self.optimizer)) is not None:
+                self.lr_scheduler, self._created_lr_scheduler = made, True
+        return super().create_scheduler(num_training_steps, optimizer)
 
-    @property
-    def _mtp(self) -> AuxiliaryHead | None:
-        return next((method for method in self.methods if isinstance(method, AuxiliaryHead)), None)
+    # ---- what methods ask for
 
-    # ---- rollouts of all processes
+    def around(self, moment: str, make: Callable, below: Method | None = None) -> Callable:
+        """Returns `make` surrounded by this hook of every method. below: only of those before this one in the list."""
+        for method in self.methods:
+            if method is below:
+                break
+            make = partial(getattr(method, moment), make)
+        return make
 
-    def _summed_rewards(self) -> Tensor:
+    def passed(self, model, *part, below: Method | None = None, **kwargs):
+        """Makes one pass of the model through the methods, or only through those before `below` in the list."""
+        make = self.around("around_pass", super()._get_per_token_logps_and_entropies, below)
+        return make(model, *part, **kwargs)
+
+    def rendered(self, tool_messages: list[dict]) -> list[int]:
+        """Returns TRL's tokens from a tool call to the next turn."""
+        return super()._get_tool_suffix_ids(tool_messages)
+
+    def refuse_sharding(self, option: str, instead: str) -> None:
+        """Raises ValueError where FSDP or DeepSpeed shards the parameters."""
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                f"{option} needs whole parameters and their gradients on every process; FSDP and DeepSpeed shard them. "
+                f"Use plain data parallelism, or {instead}."
+            )
+
+    def causal_model(self):
+        """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def summed_rewards(self) -> Tensor:
         """Returns the weighted sums of the reward functions, (P * G,) of all processes; NaN for unscored rollouts."""
         assert self._rewards_per_function is not None, "rewards come before their sums"
         weights = self.reward_weights.to(self._rewards_per_function.device)
         rewards = (self._rewards_per_function * weights).nansum(dim=1)
         return rewards.masked_fill(self._rewards_per_function.isnan().all(dim=1), torch.nan)
 
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Collects rows of all processes. (B, ...) -> (P, G, ...); a second dimension that differs is padded with 0."""
+        if rows.dim() > 1:
+            rows = self.accelerator.pad_across_processes(rows, dim=1)
+        return self.in_groups(self.accelerator.gather(rows))
+
+    def in_groups(self, rows: Tensor) -> Tensor:
+        """Splits rows into prompt groups: (P * G, ...) -> (P, G, ...)."""
+        return rows.unflatten(0, (-1, self.num_generations))
+
+    def record(self, metrics: dict[str, float], mode: str = "train") -> None:
+        """Hands metrics of the step to TRL, which logs their mean over the passes since the last log."""
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+    def add_seconds(self, part: str, seconds: float) -> None:
+        """Adds to the time that a part of this step has taken."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+    # ---- parts of the step
+
+    def _counted(self, prompts):
+        """Lets TRL sample, counts the tokens and notes how each rollout ended.
+
+        Tokens are counted here because TRL masks truncated rollouts later, and sampled tokens were paid for.
+        """
+        generated = super()._generate(prompts)
+        _, completion_ids, tool_mask, *_ = generated
+        lengths = [len(ids) for ids in completion_ids]
+        own_counts = lengths if tool_mask is None else [sum(mask) for mask in tool_mask]
+        self.sampled_tokens = torch.tensor([own_counts, lengths], device=self.accelerator.device).T.contiguous()
+        self.endings = ["end" if ids and ids[-1] in self.end_tokens else "length" for ids in completion_ids]
+        return generated
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a response."""
+        return (*self.eos_token_ids, self._tokenizer.pad_token_id)
+
     def _gathered_groups(self, own: OwnTokens, totals: dict, reduced: dict, **measured: Tensor) -> RolloutGroups:
         """Returns the prompt groups of all processes, from what each of them measured.
 
         reduced, measured: rows (B, ...) of this process; totals: tensors of any shape, which are summed.
         """
-        lengths = self._gathered(own.lengths)
-        measured = {name: self._gathered(rows) for name, rows in measured.items()}
+        lengths = self.gathered(own.lengths)
+        measured = {name: self.gathered(rows) for name, rows in measured.items()}
         if "prefix_norms" in measured:  # another process's rollouts may be longer
             measured["prefix_norms"] = exact_norms.kept_after_end(measured["prefix_norms"], lengths)
         return RolloutGroups(
-            rewards=self._in_groups(self._summed_rewards()),
+            rewards=self.in_groups(self.summed_rewards()),
             lengths=lengths,
-            reduced={name: self._gathered(rows) for name, rows in reduced.items()},
+            reduced={name: self.gathered(rows) for name, rows in reduced.items()},
             totals={name: self.accelerator.reduce(total, reduction="sum") for name, total in totals.items()},
             **measured,
         )
-
-    def _gathered(self, rows: Tensor) -> Tensor:
-        """Collects rows of all processes. (B, ...) -> (P, G, ...); a second dimension that differs is padded with 0."""
-        if rows.dim() > 1:
-            rows = self.accelerator.pad_across_processes(rows, dim=1)
-        return self._in_groups(self.accelerator.gather(rows))
-
-    def _in_groups(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (-1, self.num_generations))
 
     def _of_this_process(self, advantages: Tensor, own: OwnTokens) -> Tensor:
         """Returns advantages as TRL's loss takes them. (P, G, T or 1) of all processes -> (B, C) or (B,)."""
@@ -436,16 +366,9 @@ class OTBTrainer(GRPOTrainer):
         packed = advantages.flatten(0, 1)[local][: len(own.mask)]  # (B, T or 1): groups may span processes
         return packed[:, 0] if advantages.shape[-1] == 1 else own.unpack(packed[:, : own.width])
 
-    def _causal_model(self):
-        """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-    # ---- what is logged
-
     def _log_rollouts(self, step: Step) -> None:
         rollouts, advantages, output = step.rollouts, step.advantages, step.output
-        own_tokens, all_tokens = self.accelerator.gather(self._sampled_tokens).T
+        own_tokens, all_tokens = self.accelerator.gather(self.sampled_tokens).T
         metrics = length_metrics(own_tokens) | reward_metrics(rollouts)
         metrics |= advantage_metrics(rollouts, step.baseline, advantages)
         if self._needs_score_norms:
@@ -455,20 +378,12 @@ class OTBTrainer(GRPOTrainer):
             metrics["tool_tokens"] = int((all_tokens - own_tokens).sum())
         if len(self.reward_funcs) > 1 or self.reward_weights[0] != 1:
             metrics.pop("accuracy", None)  # a weighted sum is no grade
-        self._log(metrics)
+        self.record(metrics)
         # TRL's completions table would show the advantages of its own baseline: show the mean of those in use.
         counts = rollouts.lengths.flatten().clamp(min=1) if advantages.shape[-1] > 1 else 1
         for _ in range(rollouts.rewards.numel()):
             self._logs["advantages"].pop()
         self._logs["advantages"].extend((advantages.flatten(0, 1).sum(-1) / counts).tolist())
-
-    def _log(self, metrics: dict[str, float]) -> None:
-        """Hands metrics of the step to TRL, which logs their mean over the passes since the last log."""
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-
-    def _add_seconds(self, part: str, seconds: float) -> None:
-        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     # ---- the state of what learns, in every checkpoint beside the optimizer's
 
@@ -482,24 +397,24 @@ class OTBTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        for name, learner in self._learners().items() if checkpoint is not None else ():
+        if checkpoint is None:
+            return
+        for name, learner in self._learners().items():
             file = os.path.join(checkpoint, name)
             if not os.path.exists(file):
                 raise ValueError(
-                    f"{checkpoint} has no {name}, and {baselines.name_of(learner)} goes on from the state of earlier "
+                    f"{checkpoint} has no {name}, and {baselines.name_of(learner)} continues from the state of earlier "
                     "steps. Resume from a checkpoint of a run with it, or start anew."
                 )
             learner.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        for method in self.methods if checkpoint is not None else ():
+        for method in self.methods:
             method.load(checkpoint)
 
     def _learners(self) -> dict[str, Any]:
         """Returns what carries state from step to step, by the file in a checkpoint that holds it."""
-        learners: dict[str, Any] = {BASELINE_STATE: self.baseline} if baselines.carries_state(self.baseline) else {}
-        if self.token_weights is not None and self.token_weights.normalise == "running":
-            learners[TOKEN_WEIGHTS_STATE] = self.token_weights
-        if self._mtp is not None:
-            learners[MTP_HEAD] = self._mtp.head
+        learners = {BASELINE_STATE: self.baseline} if baselines.carries_state(self.baseline) else {}
+        for method in self.methods:
+            learners |= method.learners()
         return learners
 
     # ---- evaluation leaves the training trajectory alone

@@ -14,12 +14,14 @@ from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.errors import RunError
 from otb.loss_inputs import response_mask
+from otb.methods import Step
+from otb.methods.mismatch import SamplerMismatch
 from otb.rollouts import OwnTokens
 from otb.training import options as otb_options
 from tests.support import trainers
 from tests.support.recipes import composed
 from tests.support.tool_trainers import FakeSandbox, ScriptedTrainer, answer, call
-from tests.support.trainers import log_probs_of, naive_otb_advantages, recorded
+from tests.support.trainers import log_probs_of, method_of, naive_otb_advantages, recorded
 
 MISMATCH = {"log_ppl_abs_diff_mean", "mismatch_kl", "mismatch_k3", "mismatch_chi2_token", "mismatch_chi2_seq"}
 
@@ -152,11 +154,12 @@ def test_a_band_drops_rollouts_and_the_mismatch_still_counts_them(tmp_path, untr
 
 def test_mismatch_is_not_measured_by_a_pass_that_would_not_see_images(tmp_path, untrained, tokenizer):
     trainer = trained(tmp_path, untrained, tokenizer, vllm_importance_sampling_correction=False)
-    batch, trainer._log_probs = trainer.batches[0][0], None
+    batch, mismatch = trainer.batches[0][0], method_of(trainer, SamplerMismatch)
     trainer._metrics["train"].clear()
-    trainer._log_mismatch(batch | {"pixel_values": torch.zeros(1)}, OwnTokens(response_mask(batch)))
+    mismatch.begin(batch)
+    mismatch.measured(Step(batch | {"pixel_values": torch.zeros(1)}, OwnTokens(response_mask(batch))))
     assert not trainer._metrics["train"]
-    trainer._log_mismatch(batch, OwnTokens(response_mask(batch)))
+    mismatch.measured(Step(batch, OwnTokens(response_mask(batch))))
     assert trainer._metrics["train"].keys() >= set(MISMATCH)
 
 

@@ -15,10 +15,11 @@ from otb import OTBTrainer
 from otb.errors import RunError
 from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.methods.auxiliary import MultiTokenPrediction
+from otb.methods.auxiliary_head import AuxiliaryHead
 from otb.methods.mtp import MTPHead
 from otb.policies.mimo import HEAD, shipped_head
 from otb.policies.models import check_shipped_head, describe_policy
-from tests.support.trainers import byte_reward, config, dataset
+from tests.support.trainers import byte_reward, config, dataset, method_of
 
 DIMENSIONS = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 
@@ -146,7 +147,7 @@ def test_a_trainer_begins_with_the_shipped_head_and_trains_it(mimo, tokenizer, t
         auxiliary=auxiliary,
     )  # fmt: skip
     trainer.plain, trainer.theirs, trainer.expected = AutoModelForCausalLM.from_pretrained(folder), theirs, None
-    projection = trainer._mtp.head.projection.weight
+    projection = method_of(trainer, AuxiliaryHead).head.projection.weight
     assert projection.dtype == torch.float32 and torch.equal(projection, theirs.input_proj.weight)
     trainer.train()
     assert trainer.state.log_history[0]["mtp_cross_entropy"] == pytest.approx(trainer.expected, rel=1e-4)

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+from datasets import Dataset
+from trl import GRPOTrainer
 
+from otb import OTBTrainer
 from otb.errors import RunError
 from otb.methods.tool_calls import check_tool_template
 from otb.methods.tool_rollouts import CALLS_PER_TURN, SHORTENED
@@ -23,7 +26,8 @@ from tests.support import commands
 from tests.support.holds import Hold
 from tests.support.same_runs import assert_same_run
 from tests.support.sandbox_helpers import PATIENT, needs_bubblewrap
-from tests.support.tool_trainers import END, FakeSandbox, answer, call, scripted
+from tests.support.tool_trainers import END, FakeSandbox, answer, boxed_reward, call, scripted
+from tests.support.trainers import config
 
 REPLY = f"\n<|im_start|>user\n<tool_response>%s</tool_response>{END}\n<|im_start|>assistant\n"
 
@@ -333,3 +337,41 @@ def test_rows_of_gsm8k_run_with_tools_through_the_whole_path(caller, tmp_path):
     (row,) = commands.rows(run / "metrics.jsonl")
     assert row["own_tokens"] > 0 and row["turns_mean"] >= 1 and "never_called" in row
     assert "sandbox:" in (run / "config.yaml").read_text()
+
+
+class Dice:
+    """An environment of somebody else's, with a tool of its own."""
+
+    def reset(self, **row) -> None:
+        pass
+
+    def roll(self, sides: int) -> str:
+        """Rolls a die.
+
+        Args:
+            sides: Number of sides.
+        """
+        return str(sides)
+
+
+def test_another_environment_is_left_to_trls_own_loop(monkeypatch, tmp_path, untrained, tokenizer):
+    """OTBTrainer(environment_factory=...) guards PythonTool alone, and serves any other as GRPOTrainer does."""
+    roll = json.dumps({"name": "roll", "arguments": {"sides": 6}})
+    said = iter([f"<tool_call>{roll}</tool_call>{END}", answer(6)])
+
+    def turn(self, prompt_ids, *args, **kwargs):
+        text = next(said)
+        return [tokenizer(text)["input_ids"] for _ in prompt_ids], None
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", turn)
+    untrained.generation_config.eos_token_id = tokenizer.eos_token_id
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "roll"}]] * 2})
+    options = dict(max_steps=1, num_generations=2, per_device_train_batch_size=2, max_completion_length=200)
+    trainer = OTBTrainer(
+        untrained, boxed_reward, config(tmp_path, max_tool_calling_iterations=2, **options), rows,
+        processing_class=tokenizer, environment_factory=Dice,
+    )  # fmt: skip
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert row["tool_tokens"] > 0 and row["tools/call_frequency"] == 1 and "tool_calls" not in row
+    assert trainer.endings == ["end", "end"]

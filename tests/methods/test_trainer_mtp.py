@@ -15,11 +15,12 @@ from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.methods.auxiliary import MultiTokenPrediction
+from otb.methods.auxiliary_head import AuxiliaryHead
 from otb.methods.improvement import PolicyImprovement
 from otb.methods.mtp import predicted
 from tests.support import trainers
 from tests.support.tool_trainers import FakeSandbox, answer, call, scripted
-from tests.support.trainers import byte_reward, config, dataset
+from tests.support.trainers import byte_reward, config, dataset, method_of
 
 TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "step_time"}
 TWICE = dict(num_iterations=2, max_steps=4)
@@ -78,7 +79,9 @@ class Checking(OTBTrainer):
         ids, mask = prompts_with_responses(batch)
         model, width = self.accelerator.unwrap_model(self.model), batch["completion_ids"].shape[1]
         states = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
-        head = self._mtp.head(states[:, :-2], model.get_input_embeddings()(ids[:, 1:-1]), mask[:, :-2])
+        head = method_of(self, AuxiliaryHead).head(
+            states[:, :-2], model.get_input_embeddings()(ids[:, 1:-1]), mask[:, :-2]
+        )
 
         def of(states, targets):
             log_probs = (model.get_output_embeddings()(states) / self.temperature).log_softmax(-1)
@@ -98,7 +101,10 @@ class Checking(OTBTrainer):
         return super()._compute_loss(model, inputs)
 
     def _get_grad_norm(self, *args, **kwargs):
-        parameters = [*self.accelerator.unwrap_model(self.model).parameters(), *self._mtp.head.parameters()]
+        parameters = [
+            *self.accelerator.unwrap_model(self.model).parameters(),
+            *method_of(self, AuxiliaryHead).head.parameters(),
+        ]
         kept = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().clone() for p in parameters])
         expected, facts = self.naive_gradient(parameters)
         self.checked.append((kept, expected, facts))
@@ -106,7 +112,7 @@ class Checking(OTBTrainer):
         return super()._get_grad_norm(*args, **kwargs)
 
     def naive_gradient(self, parameters):
-        options, total, facts = self._mtp.options, 0.0, {}
+        options, total, facts = method_of(self, AuxiliaryHead).options, 0.0, {}
         for batch in self.part:  # shuffled rows of the batch: found again by their tokens
             rows = [int((self.ids == ids).all(1).nonzero()[0]) for ids in batch["completion_ids"]]
             old = {name: values[rows] for name, values in self.old.items()}
@@ -177,8 +183,8 @@ class OwnLogProbs(OTBTrainer):
         log_probs = self._get_per_token_logps_and_entropies(
             model, *prompts_with_responses(inputs), inputs["completion_ids"].shape[1]
         )[0]
-        self._mtp.seen = [(log_probs, log_probs)]
-        of_head, _ = self._mtp.loss(inputs, response_mask(inputs))
+        method_of(self, AuxiliaryHead).seen = [(log_probs, log_probs)]
+        of_head, _ = method_of(self, AuxiliaryHead).loss(inputs, response_mask(inputs))
         self.losses.append((float(of_head.detach()), float(loss.detach())))
         return loss
 
@@ -204,7 +210,7 @@ class KeepingGradients(OTBTrainer):
         if not self.state.global_step:
             self.first = [
                 torch.cat([parameter.grad.flatten().clone() for parameter in module.parameters()])
-                for module in (self.model, self._mtp.head)
+                for module in (self.model, method_of(self, AuxiliaryHead).head)
             ]
         return super()._get_grad_norm(*args, **kwargs)
 
@@ -240,7 +246,7 @@ def test_tool_tokens_are_no_part_of_the_loss(monkeypatch, tmp_path, untrained, t
     own = response_mask(output)
     assert (output["completion_mask"].bool() & ~own).any()
     ids, mask = prompts_with_responses(output)
-    with torch.no_grad(), trainer._mtp.reading(ids, mask, own.shape[1]) as of_head:
+    with torch.no_grad(), method_of(trainer, AuxiliaryHead).reading(ids, mask, own.shape[1]) as of_head:
         trainer.model(input_ids=ids, attention_mask=mask)
     reached = own & predicted(mask, own.shape[1])
     expected = float(-of_head[0][reached].mean())
@@ -260,15 +266,17 @@ def test_a_checkpoint_holds_the_head_beside_a_policy_that_loads_without_it(tmp_p
     assert all(torch.equal(value, whole.model.state_dict()[name]) for name, value in loaded.state_dict().items())
     assert loaded.state_dict().keys() == untrained.state_dict().keys()
     head = torch.load(folder / "mtp_head.pt", weights_only=True)
-    assert all(torch.equal(value, whole._mtp.head.state_dict()[name]) for name, value in head.items())
+    assert all(
+        torch.equal(value, method_of(whole, AuxiliaryHead).head.state_dict()[name]) for name, value in head.items()
+    )
     assert "mtp_head.pt" not in RESUME_FILES  # stays with the best policy
     resumed = trained(
         OTBTrainer, tmp_path / "run", untrained, tokenizer, occ, resume=str(tmp_path / "run" / "checkpoint-2"), **TWICE
     )
     assert torch.equal(flat(resumed.model), flat(whole.model))
-    assert torch.equal(flat(resumed._mtp.head), flat(whole._mtp.head))
+    assert torch.equal(flat(method_of(resumed, AuxiliaryHead).head), flat(method_of(whole, AuxiliaryHead).head))
     (tmp_path / "run" / "checkpoint-2" / "mtp_head.pt").unlink()
-    with pytest.raises(ValueError, match="checkpoint-2 has no mtp_head.pt, and MTPHead goes on from"):
+    with pytest.raises(ValueError, match="checkpoint-2 has no mtp_head.pt, and MTPHead continues from"):
         trained(OTBTrainer, tmp_path, untrained, tokenizer, occ, resume=str(tmp_path / "run" / "checkpoint-2"), **TWICE)
 
 
@@ -276,7 +284,7 @@ class Broken(OTBTrainer):
     """Has a head whose gradient is not finite, though its loss is."""
 
     def _compute_loss(self, model, inputs):
-        self._mtp.head.projection.weight.register_hook(lambda gradient: gradient * torch.inf)
+        method_of(self, AuxiliaryHead).head.projection.weight.register_hook(lambda gradient: gradient * torch.inf)
         return super()._compute_loss(model, inputs)
 
 

@@ -15,12 +15,13 @@ from otb.baselines.ob_exact import ob_exact
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
 from otb.loss_inputs import prompts_with_responses, response_mask
+from otb.methods import Method
 from otb.methods.token_weights import TokenWeights
 from otb.rollouts import RolloutGroups
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from tests.support import trainers
 from tests.support.tool_trainers import FakeSandbox, answer, call, scripted
-from tests.support.trainers import byte_reward, config, dataset
+from tests.support.trainers import KeptSteps, byte_reward, config, dataset
 
 # B is drawn, not 0, so that the adapter has moved something from the first step on; dropout must not reach the weights.
 LORA = LoraConfig(target_modules="all-linear", r=4, lora_alpha=8, lora_dropout=0.3, init_lora_weights=False)
@@ -98,8 +99,8 @@ class Checking(OTBTrainer):
         self.checked.append((output, factors, expected))
 
 
-def trained(kind, tmp_path, model, tokenizer, weights, *, baseline=rloo, peft_config=LORA, **options):
-    given = {"token_weights": weights, "peft_config": peft_config}
+def trained(kind, tmp_path, model, tokenizer, weights, *, baseline=rloo, peft_config=LORA, methods=(), **options):
+    given = {"token_weights": weights, "peft_config": peft_config, "methods": methods}
     before = {"checked": []}
     return trainers.trained(kind, tmp_path, model, tokenizer, baseline=baseline, given=given, before=before, **options)
 
@@ -178,47 +179,43 @@ class KeepingProbe(EnergyProbe):
         return rows | {"w": tokens.score_norms}, totals
 
 
-def test_a_baseline_that_learns_sees_the_same_weighted_energy_in_chunks_as_in_the_whole(
-    tmp_path, untrained, tokenizer, monkeypatch
-):
-    seen = []
-
-    def keep(self, rollouts, baseline, advantages, output):
-        factors = self._gathered(self._factors)
-        torch.testing.assert_close(advantages, advantages_of(rollouts, baseline) * factors)
-        torch.testing.assert_close(rollouts.reduced["w"], rollouts.score_norms)
-        seen.append((factors, baseline))
-
-    monkeypatch.setattr(OTBTrainer, "_log_rollouts", keep)
-    options = dict(baseline=KeepingProbe(), max_steps=3) | MICRO_BATCHES
-    trained(OTBTrainer, tmp_path, untrained, tokenizer, TokenWeights("arca", normalise="running"), **options)
-    assert len(seen) == 3 and seen[0][0].max() == 1 < seen[2][0].max()
-    assert seen[2][1].shape == seen[2][0].shape  # the probe was fitted: a value per token
+def test_a_baseline_that_learns_sees_the_same_weighted_energy_in_chunks_as_in_the_whole(tmp_path, untrained, tokenizer):
+    kept = KeptSteps()
+    options = dict(baseline=KeepingProbe(), max_steps=3, methods=[kept]) | MICRO_BATCHES
+    weights = TokenWeights("arca", normalise="running")
+    trainer = trained(OTBTrainer, tmp_path, untrained, tokenizer, weights, **options)
+    for step in kept.steps:
+        expected = advantages_of(step.rollouts, step.baseline) * trainer.gathered(step.factors)
+        torch.testing.assert_close(step.advantages, expected)
+        torch.testing.assert_close(step.rollouts.reduced["w"], step.rollouts.score_norms)
+    first, *_, last = kept.steps
+    assert len(kept.steps) == 3 and first.factors.max() == 1 < last.factors.max()
+    assert last.baseline.shape == trainer.gathered(last.factors).shape  # the probe was fitted: a value per token
 
 
 def test_exact_norms_are_those_of_the_weighted_scores(tmp_path, untrained, tokenizer):
     """||sum_t f_t s_t||^2 by a backward through sum_t f_t log pi_t."""
 
-    class Exact(Checking):
-        def _measured(self, output, own):
-            measured = super()._measured(output, own)
+    class Exact(Method):
+        def finish(self, step):
+            output, model = step.output, self.trainer.model.eval()
             ids, attention_mask = prompts_with_responses(output)
-            model, predicting = self.model.eval(), slice(-own.mask.shape[1] - 1, -1)
+            predicting = slice(-step.own.mask.shape[1] - 1, -1)
             logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, predicting]
             log_probs = logits.log_softmax(-1).gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)
-            weighted = (log_probs * own.unpack(self._factors)).sum(1)
+            weighted = (log_probs * step.own.unpack(step.factors)).sum(1)
             parameters = [p for p in model.parameters() if p.requires_grad]
-            for row, total in enumerate(weighted):
+            for total, measured in zip(weighted, step.rollouts.sequence_norms.flatten(), strict=True):
                 gradients = torch.autograd.grad(total, parameters, retain_graph=True)
                 norm = sum(gradient.square().sum() for gradient in gradients)
-                torch.testing.assert_close(measured["sequence_norms"][row], norm, rtol=2e-3, atol=1e-4)
+                torch.testing.assert_close(measured, norm, rtol=2e-3, atol=1e-4)
+                checked.append(float(norm))
             model.train()
-            return measured
 
-        _replace_advantages = OTBTrainer._replace_advantages
-
-    options = dict(baseline=ob_exact, max_steps=1, per_device_train_batch_size=8)
-    trained(Exact, tmp_path, untrained, tokenizer, TokenWeights("arca"), **options)
+    checked = []
+    options = dict(baseline=ob_exact, max_steps=1, per_device_train_batch_size=8, methods=[Exact()])
+    trained(OTBTrainer, tmp_path, untrained, tokenizer, TokenWeights("arca"), **options)
+    assert len(checked) == 8
 
 
 @pytest.mark.parametrize(
@@ -283,9 +280,10 @@ def test_disabling_an_adapter_keeps_what_its_user_has_frozen_whatever_is_raised(
 
 def test_tool_tokens_have_neither_weight_nor_share(monkeypatch, tmp_path, untrained, tokenizer):
     script = [[call("3+4"), answer(7)], [answer(8)], [call("5"), call("6"), answer(7)], [answer(7)]]
+    kept = KeptSteps()
     trainer = scripted(
         monkeypatch, script, tmp_path, untrained, tokenizer, FakeSandbox(),
-        baseline=rloo, token_weights=TokenWeights("surprisal"), max_completion_length=200,
+        baseline=rloo, token_weights=TokenWeights("surprisal"), max_completion_length=200, methods=[kept],
     )  # fmt: skip
     (output,) = trainer.outputs
     own, tool = response_mask(output), output["completion_mask"].bool() & ~response_mask(output)
@@ -294,7 +292,7 @@ def test_tool_tokens_have_neither_weight_nor_share(monkeypatch, tmp_path, untrai
     rewards = trainer._rewards_per_function[:, 0].view(-1, 2)
     advantages = (rewards - rewards.flip(1)).flatten()
     assert advantages.abs().max() == 1
-    for row, signal in enumerate(trainer._signals):
+    for row, signal in enumerate(kept.steps[0].signals):
         length = int(own[row].sum())
         share = signal[:length] / signal[:length].mean()
         torch.testing.assert_close(output["advantages"][row][own[row]], advantages[row] * share, rtol=1e-4, atol=1e-5)

@@ -11,37 +11,36 @@ import pytest
 import torch
 from datasets import Dataset
 
+from otb import OTBTrainer
 from otb.loss_inputs import prompts_with_responses
+from otb.methods import Method
 from otb.policies.models import describe_policy, load_model
-from otb.score_norms import logit_gradient_proxy
 from otb.tasks.arithmetic import Arithmetic
-from tests.support.trainers import RecordingTrainer, byte_reward, config
+from tests.support.trainers import byte_reward, config
 
 pytestmark = pytest.mark.skipif(
     "OTB_REAL_MODEL" not in os.environ, reason="OTB_REAL_MODEL names no folder with a real model"
 )
 
 
-class Measuring(RecordingTrainer):
+class Measuring(Method):
     """Keeps log pi and w of every generation beside those from full logits in float64."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self):
         self.measured = []
-        super().__init__(*args, **kwargs)
 
-    def _probabilities(self, output):
-        log_probs, log_sum_sq_probs = super()._probabilities(output)
+    def finish(self, step):
+        output, trainer = step.output, self.trainer
         ids, attention_mask = prompts_with_responses(output)
         width = output["completion_ids"].shape[1]
         with torch.no_grad():
-            logits = self.model(input_ids=ids, attention_mask=attention_mask).logits[:, -width - 1 : -1]
-        full = (logits.double() / self.temperature).log_softmax(-1)
+            logits = trainer.model(input_ids=ids, attention_mask=attention_mask).logits[:, -width - 1 : -1]
+        full = (logits.double() / trainer.temperature).log_softmax(-1)
         pi = full.gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)
         w = 1 - 2 * pi.exp() + full.exp().square().sum(-1)
-        kept = output["completion_mask"].bool()
-        mine = logit_gradient_proxy(log_probs, log_sum_sq_probs)
-        self.measured.append((log_probs[kept], pi[kept], mine[kept], w[kept]))
-        return log_probs, log_sum_sq_probs
+        kept, own = output["completion_mask"].bool(), step.own
+        mine = step.rollouts.score_norms.flatten(0, 1)[own.own]
+        self.measured.append((step.log_probs[kept], pi[kept], mine, own.pack(w)[own.own]))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,8 @@ def trained(tmp_path_factory):
     folder = str(Path(os.environ["OTB_REAL_MODEL"]).expanduser())
     tokenizer, _ = describe_policy(folder, None)
     rows = Arithmetic(train_prompts=4, instruction="Add up.").train_dataset().select_columns("prompt")
-    trainer = Measuring(
+    measuring = Measuring()
+    trainer = OTBTrainer(
         load_model(folder, None, "float32"),
         byte_reward,
         config(
@@ -61,23 +61,24 @@ def trained(tmp_path_factory):
         ),
         Dataset.from_list(list(rows)),
         processing_class=tokenizer,
+        methods=[measuring],
     )
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     trainer.train()
-    return trainer, before
+    return trainer, measuring.measured, before
 
 
 def test_log_probs_and_score_norms_are_those_of_the_full_logits(trained):
-    trainer, _ = trained
-    assert len(trainer.measured) == 2
-    for log_probs, expected_log_probs, w, expected_w in trainer.measured:
+    _, measured, _ = trained
+    assert len(measured) == 2
+    for log_probs, expected_log_probs, w, expected_w in measured:
         assert len(w) > 8 and (w >= 0).all()
         torch.testing.assert_close(log_probs.double(), expected_log_probs, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(w.double(), expected_w, atol=1e-4, rtol=1e-4)
 
 
 def test_advantages_are_those_of_naive_loops_and_the_weights_move(trained):
-    trainer, before = trained
+    trainer, _, before = trained
     for output, expected in trainer.batches:
         torch.testing.assert_close(output["advantages"].double(), expected, atol=1e-3, rtol=0)
     moved = [name for name, weight in trainer.model.state_dict().items() if not torch.equal(weight, before[name])]
@@ -86,7 +87,7 @@ def test_advantages_are_those_of_naive_loops_and_the_weights_move(trained):
 
 
 def test_rollouts_end_with_an_end_token_and_prompts_begin_at_most_once(trained):
-    trainer, _ = trained
+    trainer, *_ = trained
     ends, begin = set(trainer.eos_token_ids), trainer.processing_class.bos_token_id
     for output, _ in trainer.batches:
         rows = zip(output["completion_ids"].tolist(), output["completion_mask"].sum(1).tolist(), strict=True)

@@ -10,14 +10,15 @@ import torch
 
 from analysis.evaluations import measures, read_run_samples
 from experiments.running import data
-from experiments.running.evaluating_trainer import EvaluatingTrainer, Samples
 from experiments.running.held_out import HeldOut
-from experiments.running.run_trainer import FirstEvaluation, RunTrainer
+from experiments.running.held_out_sampler import HeldOutSampler, Samples
+from experiments.running.run_trainer import RunCallback, RunTrainer
+from otb import OTBTrainer
 from otb.errors import RunError
 from otb.records import RunDirectory
 from tests.support import commands
 from tests.support.commands import arguments, rows, the_run, without_times
-from tests.support.trainers import PROMPTS, RecordingTrainer, byte_reward, config, dataset
+from tests.support.trainers import PROMPTS, byte_reward, config, dataset
 
 
 @pytest.fixture(scope="module")
@@ -78,55 +79,53 @@ def test_sets_are_accounted_for_and_their_peaks_stand_beside_their_ends(several)
 # ---- batches, and what TRL need not do
 
 
-class Sampler(EvaluatingTrainer):
-    """What `sample_held_out` leans on: TRL's rollout code is replaced by a record of what it was given."""
+class Trainer:
+    """The part of a trainer that a HeldOutSampler uses; it records the rows that it was given."""
 
     def __init__(self, use_vllm: bool, rank: int):
         self.given, self.model = [], None
         self.accelerator = SimpleNamespace(num_processes=2, process_index=rank, gather=lambda mine: mine.repeat(2, 1))
         self.args = SimpleNamespace(use_vllm=use_vllm, per_device_eval_batch_size=8, seed=0)
 
-    def _evaluating(self, reward, samples):
-        return nullcontext()
-
     def _generate_and_score_completions(self, inputs):
         self.given.append([row["number"] for row in inputs])
-        self._sampled_tokens = torch.tensor([[row["number"], row["number"] + 1] for row in inputs])
-        self._endings = ["end"] * len(inputs)
+        self.sampled_tokens = torch.tensor([[row["number"], row["number"] + 1] for row in inputs])
+        self.endings = ["end"] * len(inputs)
 
-    def _summed_rewards(self):
+    def summed_rewards(self):
         return torch.ones(2 * len(self.given[-1]))
+
+
+def sampled(trainer, problems):
+    """Four samples of each problem; a trainer that only records has no options to change for it."""
+    sampler = HeldOutSampler(trainer)
+    sampler.evaluating = lambda reward, samples: nullcontext()
+    return sampler.samples(problems, 4)
 
 
 def test_vllm_gets_all_prompts_of_a_process_in_one_call_and_generate_as_many_as_fit_its_batch():
     problems = HeldOut("numbers", [{"number": number} for number in range(7)], reward=None)
     four = [number for number in range(4) for _ in range(4)]
-    by_vllm = [Sampler(use_vllm=True, rank=rank) for rank in (0, 1)]
-    samples = [sampler.sample_held_out(problems, 4) for sampler in by_vllm]
+    by_vllm = [Trainer(use_vllm=True, rank=rank) for rank in (0, 1)]
+    samples = [sampled(trainer, problems) for trainer in by_vllm]
     assert by_vllm[0].given == [four]
     assert by_vllm[1].given == [[number for number in (4, 5, 6, 0) for _ in range(4)]]  # filled up: whole groups
     assert [one.rewards.shape for one in samples] == [(7, 4)] * 2 and (samples[0].own_tokens[3] == 3).all()
-    by_generate = Sampler(use_vllm=False, rank=0)
-    by_generate.sample_held_out(problems, 4)  # batches of 8 samples: two prompts a process
+    by_generate = Trainer(use_vllm=False, rank=0)
+    sampled(by_generate, problems)  # batches of 8 samples: two prompts a process
     assert by_generate.given == [four[:8], [4] * 4 + [5] * 4]
-
-
-class Evaluated(RecordingTrainer):
-    """A trainer that is evaluated as a run is."""
-
-    _evaluating, _set = EvaluatingTrainer._evaluating, EvaluatingTrainer._set
 
 
 def test_an_evaluation_makes_no_forward_that_only_the_loss_reads(tmp_path, untrained, tokenizer, monkeypatch):
     """TRL would make two with beta and num_iterations; its options are afterwards what they were."""
     options = dict(beta=0.1, num_iterations=2, per_device_eval_batch_size=4)
-    trainer = Evaluated(untrained, byte_reward, config(tmp_path, **options), dataset(), processing_class=tokenizer)
+    trainer = OTBTrainer(untrained, byte_reward, config(tmp_path, **options), dataset(), processing_class=tokenizer)
     passes = []
     monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: passes.append(1))
     names = ("beta", "num_iterations", "vllm_importance_sampling_correction", "num_generations_eval", "reward_funcs")
     before = [getattr(trainer, name) for name in names]
     trainer.model.train()
-    with trainer._evaluating(lambda completions, **_: [0.5] * len(completions), samples=2):
+    with HeldOutSampler(trainer).evaluating(lambda completions, **_: [0.5] * len(completions), samples=2):
         trainer._generate_and_score_completions([{"prompt": PROMPTS[0]} for _ in range(2)])
         assert trainer._rewards_per_function.tolist() == [[0.5], [0.5]] and not trainer.model.training
     assert passes == [] and trainer.model.training
@@ -135,10 +134,10 @@ def test_an_evaluation_makes_no_forward_that_only_the_loss_reads(tmp_path, untra
 
 def test_weights_of_the_training_reward_do_not_touch_an_evaluation(tmp_path, untrained, tokenizer):
     options = dict(reward_weights=[0.25], per_device_eval_batch_size=4)
-    trainer = Evaluated(untrained, byte_reward, config(tmp_path, **options), dataset(), processing_class=tokenizer)
-    with trainer._evaluating(lambda completions, **_: [0.5] * len(completions), samples=2):
+    trainer = OTBTrainer(untrained, byte_reward, config(tmp_path, **options), dataset(), processing_class=tokenizer)
+    with HeldOutSampler(trainer).evaluating(lambda completions, **_: [0.5] * len(completions), samples=2):
         trainer._generate_and_score_completions([{"prompt": PROMPTS[0]} for _ in range(2)])
-        assert trainer._summed_rewards().tolist() == [0.5, 0.5]
+        assert trainer.summed_rewards().tolist() == [0.5, 0.5]
     assert trainer.reward_weights.tolist() == [0.25]
 
 
@@ -204,5 +203,5 @@ def test_whether_to_evaluate_before_the_first_step_is_what_the_first_process_see
         directory.append(directory.evaluations_file, {"step": 0})
     of_process(monkeypatch, rank=1, told=[measured, None])
     trainer = SimpleNamespace(directory=directory, evaluate_held_out=lambda: evaluated.append(1))
-    FirstEvaluation(trainer).on_train_begin()
+    RunCallback(trainer).on_train_begin()
     assert bool(evaluated) is not measured

@@ -28,7 +28,7 @@ def seconds_left(line: str) -> int | None:
 
 def lines_by_step(capsys, description: str) -> dict[int, str]:
     """What was printed of a description: step -> line."""
-    lines = [line for line in capsys.readouterr().out.splitlines() if description in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(rf"{description} \d", line)]
     return {int(re.search(r"(\d+)/\d+", line)[1]): line for line in lines}
 
 

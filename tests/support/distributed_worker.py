@@ -17,12 +17,13 @@ from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.rloo import rloo
 from otb.loss_inputs import response_mask
 from otb.methods.auxiliary import MultiTokenPrediction
+from otb.methods.auxiliary_head import AuxiliaryHead
 from otb.methods.improvement import PolicyImprovement
 from otb.methods.schedules import LengthTriggeredDecay
 from otb.methods.token_weights import TokenWeights
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
 from tests.support.improvement_updates import WatchedTrainer
-from tests.support.trainers import RecordingTrainer, byte_reward, config, dataset, group_gradients
+from tests.support.trainers import KeptSteps, RecordingTrainer, byte_reward, config, dataset, group_gradients, method_of
 
 
 class RankTrainer(RecordingTrainer):
@@ -159,13 +160,17 @@ def otb(policy: str, output: str) -> None:
 class WeighingTrainer(RecordingTrainer):
     """Keeps what each step weighed this rank's own rows by, with the running mean that it began with."""
 
+    def __init__(self, *args, **kwargs):
+        self.steps, self.kept = KeptSteps(), []
+        super().__init__(*args, methods=[self.steps], **kwargs)
+
     def _replace_advantages(self, output):
         state = self.token_weights.state_dict()
         super()._replace_advantages(output)
-        first = self.accelerator.process_index * len(self._signals)
-        rewards = self._rewards_per_function[first : first + len(self._signals), 0]
-        own = response_mask(output)
-        lists = {"own": own, "signals": self._signals, "rewards": rewards, "advantages": output["advantages"]}
+        signals, own = self.steps.steps[-1].signals, response_mask(output)
+        first = self.accelerator.process_index * len(signals)
+        rewards = self._rewards_per_function[first : first + len(signals), 0]
+        lists = {"own": own, "signals": signals, "rewards": rewards, "advantages": output["advantages"]}
         self.kept.append(lists | {"state": state})
 
     def _generate_and_score_completions(self, inputs):
@@ -185,7 +190,6 @@ def weights(policy: str, output: str) -> None:
         token_weights=TokenWeights("arca", normalise="running"),
         peft_config=LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False),
     )
-    trainer.kept = []
     trainer.train()
     trained = [p for p in trainer.accelerator.unwrap_model(trainer.model).parameters() if p.requires_grad]
     found = {"kept": trainer.kept, "weights": torch.cat([p.detach().flatten() for p in trained])}
@@ -206,7 +210,7 @@ def improvement(policy: str, output: str) -> None:
         improvement=PolicyImprovement("shuffled", window=2, cap=3.0, advantages="scaled"),
     )
     trainer.train()
-    found = {"updates": trainer.updates, "scaled": trainer.scaled, "kept": trainer._kept}
+    found = {"updates": trainer.updates, "scaled": trainer.scaled, "kept": trainer.watched._kept}
     torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
 
 
@@ -238,7 +242,7 @@ def head(policy: str, output: str, rollouts: int = 6) -> None:
         auxiliary=MultiTokenPrediction("occ", ratio_to="head"),
     )
     trainer.train()
-    modules = (trainer.accelerator.unwrap_model(trainer.model), trainer._mtp.head)
+    modules = (trainer.accelerator.unwrap_model(trainer.model), method_of(trainer, AuxiliaryHead).head)
     found = {"weights": [torch.cat([p.detach().flatten() for p in module.parameters()]) for module in modules]}
     found["rows"] = trainer.state.log_history[:4]
     torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))

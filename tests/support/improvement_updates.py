@@ -3,6 +3,7 @@
 import torch
 
 from otb import OTBTrainer
+from otb.methods.improvement_update import ImprovementUpdate
 from tests.support.trainers import log_probs_of
 
 
@@ -34,39 +35,49 @@ def weights_of(trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]).clone()
 
 
-class WatchedTrainer(OTBTrainer):
+class WatchedUpdate(ImprovementUpdate):
     """Keeps of every step: weights before and after the improvement update, the batch that it was made on, the new one.
 
     updates: a dictionary per step. scaled: of every batch, the advantages kept of this process's rollouts, and the
     paper's form of them by loops.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, improvement):
+        super().__init__(improvement)
         self.updates, self.scaled = [], []
-        super().__init__(*args, **kwargs)
 
-    def _keep_for_improvement(self, output, rollouts, advantages, log_probs):
-        super()._keep_for_improvement(output, rollouts, advantages, log_probs)
-        lengths, size = rollouts.lengths.flatten().tolist(), self.num_generations
+    def finish(self, step):
+        super().finish(step)
+        lengths, native = step.rollouts.lengths.flatten().tolist(), step.output["advantages"]
+        size = self.trainer.num_generations
         means = [
             float(row.sum()) / (max(1, length) if len(row) > 1 else 1)
-            for row, length in zip(advantages.flatten(0, 1), lengths, strict=True)
+            for row, length in zip(step.advantages.flatten(0, 1), lengths, strict=True)
         ]
-        expected, first = [], self.accelerator.process_index * len(output["advantages"])
-        for row, native in enumerate(output["advantages"], start=first):
+        expected, first = [], self.trainer.accelerator.process_index * len(native)
+        for row, advantages in enumerate(native, start=first):
             group = row // size * size
             total = sum(abs(mean) for mean in means[group : group + size])
-            expected.append(native * (size / total if total > 1e-4 else 0))
-        self.scaled.append((output["improvement_advantages"], torch.stack(expected)))
+            expected.append(advantages * (size / total if total > 1e-4 else 0))
+        self.scaled.append((step.output["improvement_advantages"], torch.stack(expected)))
 
-    def _improve(self, batches):
-        kept, before = self._kept, weights_of(self)
-        super()._improve(batches)
-        row = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("improvement_")}
-        rewards = self._rewards_per_function[:, 0]
-        after = weights_of(self)
-        self.updates.append(
-            dict(
-                kept=kept, before=before, after=after, row=row, rewards=rewards, new=[dict(batch) for batch in batches]
-            )
-        )
+    def batches(self, batches):
+        kept, before = self._kept, weights_of(self.trainer)
+        batches = super().batches(batches)
+        metrics = self.trainer._metrics["train"]
+        row = {name: values[-1] for name, values in metrics.items() if name.startswith("improvement_")}
+        update = {"kept": kept, "before": before, "after": weights_of(self.trainer), "row": row}
+        update |= {"rewards": self.trainer._rewards_per_function[:, 0], "new": [dict(batch) for batch in batches]}
+        self.updates.append(update)
+        return batches
+
+
+class WatchedTrainer(OTBTrainer):
+    """An OTBTrainer whose improvement update is watched; see WatchedUpdate for `updates` and `scaled`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.watched = WatchedUpdate(self.improvement)
+        self.watched.attach(self)
+        self.methods[0] = self.watched
+        self.updates, self.scaled = self.watched.updates, self.watched.scaled

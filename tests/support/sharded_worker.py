@@ -30,8 +30,9 @@ class KeepingTrainer(OTBTrainer):
     kept: list
     trained: dict  # name -> (weight, gradient), whole, before the first optimizer step
 
-    def _log_rollouts(self, rollouts, baseline, advantages, output):
-        super()._log_rollouts(rollouts, baseline, advantages, output)
+    def _log_rollouts(self, step):
+        super()._log_rollouts(step)
+        rollouts, output = step.rollouts, step.output
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
         names += ("old_per_token_logps", "ref_per_token_logps")
         batch = {name: output[name].cpu() for name in names if name in output}

@@ -6,8 +6,8 @@ from functools import partial
 from datasets import Dataset
 from trl import GRPOTrainer
 
+from otb import OTBTrainer
 from otb.baselines.otb import otb
-from otb.methods.tool_rollouts import ToolTrainer
 from otb.sandbox import Result, Sandbox
 from otb.tasks.arithmetic import boxed_integer
 from otb.tasks.python_tool import PythonTool
@@ -46,8 +46,8 @@ class FakeSandbox(Sandbox):
         pass
 
 
-class ScriptedTrainer(ToolTrainer):
-    """A ToolTrainer in which rollout i of every batch says `script[i][turn]`. All rollouts have one prompt.
+class ScriptedTrainer(OTBTrainer):
+    """An OTBTrainer in which rollout i of every batch says `script[i][turn]`. All rollouts have one prompt.
 
     outputs: what each generation handed to the loss; expected: its advantages by naive loops, where naive=True;
     most_new_tokens: how many tokens each turn was allowed.
@@ -65,6 +65,7 @@ class ScriptedTrainer(ToolTrainer):
         baseline=otb,
         token_weights=None,
         auxiliary=None,
+        methods=(),
         **options,
     ):
         self.script, self.naive, self.outputs, self.expected, self.most_new_tokens = script, naive, [], [], []
@@ -80,6 +81,7 @@ class ScriptedTrainer(ToolTrainer):
             baseline=baseline,
             token_weights=token_weights,
             auxiliary=auxiliary,
+            methods=methods,
         )
 
     def _generate_and_score_completions(self, inputs):
@@ -94,9 +96,9 @@ class ScriptedTrainer(ToolTrainer):
         self.most_new_tokens.append(self.generation_config.max_new_tokens)
         said, taken = [], set()
         for row in prompt_ids:
-            i = next(i for i, known in enumerate(self._rollouts) if i not in taken and known.ids == row)
+            i = next(i for i, known in enumerate(self.tool_rollouts.rollouts) if i not in taken and known.ids == row)
             taken.add(i)
-            text = self.script[i][self._rollouts[i].turns]
+            text = self.script[i][self.tool_rollouts.rollouts[i].turns]
             said.append(self._tokenizer(text)["input_ids"])
         return said
 

@@ -5,6 +5,7 @@ from datasets import Dataset
 
 from otb import OTBConfig, OTBTrainer
 from otb.baselines.otb import otb
+from otb.methods import Method, Step
 
 PROMPTS = [[{"role": "user", "content": f"what is {i} + {i * 7 % 10} ?"}] for i in range(16)]
 
@@ -39,6 +40,21 @@ def config(output_dir, **options) -> OTBConfig:
 
 def dataset() -> Dataset:
     return Dataset.from_dict({"prompt": PROMPTS})
+
+
+class KeptSteps(Method):
+    """Keeps every Step once its advantages are known."""
+
+    def __init__(self):
+        self.steps: list[Step] = []
+
+    def finish(self, step):
+        self.steps.append(step)
+
+
+def method_of(trainer, kind):
+    """The trainer's method of a class."""
+    return next(method for method in trainer.methods if isinstance(method, kind))
 
 
 class RecordingTrainer(OTBTrainer):

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 from trl.generation import vllm_generation
 
-from otb.methods.tool_rollouts import ToolTrainer
+from otb import OTBTrainer
 from otb.sandbox import SandboxFailure
 from otb.tasks.python_tool import PythonTool
 from tests.support.tool_trainers import FakeSandbox, answer, boxed_reward, call
@@ -65,7 +65,7 @@ def trained(monkeypatch, tmp_path, untrained, tokenizer):
         usual = dict(use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True, num_generations=2)
         usual |= dict(per_device_train_batch_size=2, max_completion_length=300, max_tool_calling_iterations=4)
         untrained.generation_config.eos_token_id = tokenizer.eos_token_id
-        trainer = ToolTrainer(
+        trainer = OTBTrainer(
             untrained,
             boxed_reward,
             config(tmp_path, **(usual | options)),

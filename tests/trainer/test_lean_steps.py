@@ -17,9 +17,9 @@ from otb.baselines.energy_probe import EnergyProbe
 from otb.baselines.none import none
 from otb.baselines.otb import otb
 from otb.baselines.rloo import rloo
+from otb.methods import Method
 from otb.methods.token_weights import TokenWeights
 from otb.tasks.arithmetic import Arithmetic
-from otb.training import trainer as otb_trainer
 from otb.training.lean_loss import chunks, in_order, is_noisy, learning_rows
 from otb.training.lean_sampling import chosen, generate, lean_sampling, sample
 from tests.support.trainers import recorded, trained
@@ -48,7 +48,7 @@ def rows_read(monkeypatch) -> dict[bool, int]:
 
 @pytest.fixture
 def same_rollouts(monkeypatch) -> None:
-    monkeypatch.setattr(otb_trainer, "lean_sampling", lambda model: nullcontext())
+    monkeypatch.setattr("otb.training.lean_sampling.lean_sampling", lambda model: nullcontext())
 
 
 own_tail = partial(otb, tail="own")  # without it the last tokens of a group's longest rollout always have an advantage
@@ -385,10 +385,10 @@ def test_a_kept_pass_serves_its_own_batch_alone(tmp_path, untrained, tokenizer):
     trainer.args.lean_steps = True
     torch.testing.assert_close(gradient(trainer, first), expected, rtol=1e-4, atol=1e-7)
     third = scored(trainer)
-    assert trainer._kept_pass is not None
+    assert trainer.lean._kept_pass is not None
     del third["kept_row"]
     gradient(trainer, third)
-    assert trainer._kept_pass is None and second is not None
+    assert trainer.lean._kept_pass is None and second is not None
 
 
 def wrong_guess(rollouts):
@@ -445,13 +445,13 @@ def test_a_baseline_that_reads_hidden_states_and_learns_nothing_trains(tmp_path,
     assert logged(trainer)[0]["grad_norm"] > 0
 
 
-def test_a_subclass_adds_a_condition_of_its_own_to_lean_steps(tmp_path, untrained, tokenizer, rows_read):
-    class WithMethod(OTBTrainer):
-        def _is_lean(self, batch):
-            return super()._is_lean(batch) and False
+def test_a_method_that_reads_every_rollout_turns_lean_steps_off(tmp_path, untrained, tokenizer, rows_read):
+    class ReadsEveryRollout(Method):
+        def allows_lean(self, batch):
+            return False
 
     options = {"baseline": rloo, "reward": constant_first_groups, "max_steps": 1, "lean_steps": True}
-    trained(WithMethod, tmp_path, untrained, tokenizer, **options)
+    trained(OTBTrainer, tmp_path, untrained, tokenizer, given={"methods": [ReadsEveryRollout()]}, **options)
     assert rows_read == {True: 16, False: 0}  # those without an advantage, too
 
 
