@@ -44,8 +44,12 @@ function writeControls() {
   for (const input of document.getElementsByName("by")) {
     input.checked = input.value === chosen.by;
     input.disabled = !offered(group).includes(input.value);
-    input.parentElement.title = input.disabled ? "This run did not keep it." : "";
   }
+  const lacking = Object.keys(QUANTITIES).filter(name => !offered(group).includes(name)), recorded = lacking.filter(name => name !== "baseline");
+  $("lacking").textContent = [
+    recorded.length ? `This run did not record ${recorded.join(", ")}: run it with log_energy=true.` : "",
+    lacking.includes("baseline") ? "An older version wrote this run, without baselines." : "",
+  ].filter(Boolean).join(" ");
   writeLegend();
   const hasTools = shownViews().some(view => view.group.tools.some(Boolean));
   for (const id of ["fold", "unfold"]) $(id).hidden = !hasTools;

@@ -100,7 +100,8 @@ def setting_name(row: dict, keys: list[str]) -> str:
     """Returns TASK-MODEL#digest, which is short, and equal exactly where the configurations are."""
     values = {key: row[key] for key in keys if not _absent(key, row.get(key))}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:6]
-    task = values.get("task.name") or re.sub(r".*\.", "", str(values.get("task._target_", "task"))).lower()
+    target = str(values.get("task._target_", "task")).rpartition(".")[2]
+    task = values.get("task.name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target).lower()
     model = str(values.get("model.name", "model")).rstrip("/").rsplit("/", 1)[-1]
     return f"{task}-{model}#{digest}"
 
@@ -111,7 +112,31 @@ def _absent(key: str, value) -> bool:
 
 
 def setting_differences(runs: pd.DataFrame) -> dict[str, list]:
-    """Returns configuration key -> its values as text, for every key in which the settings of these runs differ."""
-    ours = runs[runs.kind == "otb"]
-    values = {key: {str(None if _absent(key, value) else value) for value in ours[key]} for key in setting_keys(runs)}
+    """Returns configuration key -> its values as text, for every key in which the settings of used runs differ."""
+    ours = runs[(runs.kind == "otb") & (runs.left_out == "")]
+    values = {key: {value_text(key, value) for value in ours[key]} for key in setting_keys(runs)}
     return {key: sorted(texts) for key, texts in values.items() if len(texts) > 1}
+
+
+def value_text(key: str, value) -> str:
+    """Returns a value of a configuration as it is typed; "absent" where a run does not have the key."""
+    if _absent(key, value):
+        return "absent"
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def setting_labels(runs: pd.DataFrame) -> dict[str, str]:
+    """Returns setting -> what distinguishes it from others of its task and model among the used runs.
+
+    "" where there is no other, KEY=VALUE where they differ in one key, else the digest.
+    """
+    ours = runs[(runs.kind == "otb") & (runs.left_out == "")]
+    base = ours.setting.str.partition("#")[0]
+    labels: dict[str, str] = {}
+    for _, group in ours.groupby(base):
+        keys = list(setting_differences(group))
+        for setting, first in group.groupby("setting").first().iterrows():
+            name = str(setting)
+            alone = f"{keys[0]}={value_text(keys[0], first[keys[0]])}" if len(keys) == 1 else name.partition("#")[2]
+            labels[name] = alone if keys else ""
+    return labels

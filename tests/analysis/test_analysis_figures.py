@@ -27,7 +27,7 @@ from analysis.runs.samples import read_group, read_samples, sample_steps
 from analysis.stability import stability, stability_table
 from analysis.token_consumption import default_target
 from analysis.token_figure import token_consumption, tokens_by_arm
-from analysis.token_positions import energy_against_reward, group_numbers, token_positions
+from analysis.token_positions import energy_against_reward, group_numbers, shown_rollouts, token_positions
 from otb.errors import RunError
 from tests.support.analysis_runs import group, write_run, write_sweep
 
@@ -323,6 +323,19 @@ def test_token_positions_draw_the_group_with_its_text(tmp_path):
     assert axes[1].get_title() == "baseline"
     older = read_group(run).drop(columns="baselines")
     assert token_positions(older)[1].get_title() == "baseline (not kept)"
+
+
+def test_the_texts_below_a_group_are_of_different_rewards_where_there_are_any():
+    rewards = [1.0] * 8 + [0.0, 0.0]
+    numbers = pd.DataFrame({"rollout": range(10), "reward": rewards})
+    assert shown_rollouts(numbers) == [0, 1, 2, 3, 8, 9]  # two wrong ones, and the first four right ones
+    assert shown_rollouts(numbers[:8]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_group_whose_rewards_differ_is_read_from_an_earlier_step_where_the_last_has_none(tmp_path):
+    run = write_run(tmp_path)
+    group().assign(step=60, reward=1.0).to_parquet(run / "rollouts" / "step-00000060.parquet")
+    assert set(read_group(run).step) == {40} and set(read_group(run, 60).step) == {60}
 
 
 def test_energy_against_reward_by_hand():
