@@ -57,7 +57,7 @@ def write_pages(loaded: Runs, parts: list[Part], out: Path, watched: float | Non
         differences=setting_differences(loaded.runs) if len(parts) > 1 else {},
         runs=[run_entry(loaded, row, place) for place, row in enumerate(loaded.runs.to_dict("records"))],
         run_table=html_table(loaded.runs.reindex(columns=RUN_COLUMNS), link="run"),
-        table=html_table,
+        table=lambda rows: html_table(without_empty_columns(rows)),
         picture=picture,
         is_wide=is_wide,
         relative=lambda path: os.path.relpath(path, out),
@@ -71,11 +71,7 @@ def write_pages(loaded: Runs, parts: list[Part], out: Path, watched: float | Non
 
 
 def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
-    """Returns a sortable table; data-sort keeps the full number. link: a column whose cells open that run.
-
-    Columns in which nothing was measured or said are left out.
-    """
-    rows = without_empty_columns(rows)
+    """Returns a sortable table; data-sort keeps the full number. link: a column whose cells open that run."""
     head = ""
     for name in rows.columns:
         is_number = pd.api.types.is_numeric_dtype(rows[name]) or rows[name].map(lambda v: isinstance(v, Interval)).any()

@@ -45,15 +45,20 @@ function writeControls() {
     input.checked = input.value === chosen.by;
     input.disabled = !offered(group).includes(input.value);
   }
-  const lacking = Object.keys(QUANTITIES).filter(name => !offered(group).includes(name)), recorded = lacking.filter(name => name !== "baseline");
-  $("lacking").textContent = [
-    recorded.length ? `This run did not record ${recorded.join(", ")}: run it with log_energy=true.` : "",
-    lacking.includes("baseline") ? "An older version wrote this run, without baselines." : "",
-  ].filter(Boolean).join(" ");
+  $("lacking").textContent = reasons(Object.keys(QUANTITIES).filter(name => !offered(group).includes(name)));
   writeLegend();
   const hasTools = shownViews().some(view => view.group.tools.some(Boolean));
   for (const id of ["fold", "unfold"]) $(id).hidden = !hasTools;
   writeList();
+}
+
+// Says why some quantities cannot be chosen. A run records energies and probabilities together, or an older version
+// wrote it, which kept fewer quantities.
+function reasons(lacking) {
+  const recorded = lacking.includes("energy") ? lacking.filter(name => name !== "baseline") : [];
+  const older = lacking.filter(name => !recorded.includes(name));
+  return [recorded.length ? `This run did not record ${recorded.join(", ")}: log_energy=true does.` : "",
+    older.length ? `An older version wrote this run, without ${older.join(", ")}.` : ""].filter(Boolean).join(" ");
 }
 
 function writeLegend() {

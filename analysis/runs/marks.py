@@ -23,6 +23,7 @@ NO_SETTING = (
     *("deterministic", "lean_steps", "log_energy", "measure_gradient_noise"),
 )
 FACTS = ("run", "kind", "outcome", "error", "last_step", "version", "libraries", "commit", "device", "damaged_lines")
+ABSENT = "absent or default"
 MARKS = ("arm", "setting", "left_out", "marks")
 
 
@@ -78,7 +79,8 @@ def marked_runs(runs: pd.DataFrame) -> Iterator[tuple[str, NDArray, str]]:
         if outcome == "moved aside":
             yield outcome, marked, "moved aside by overwrite=true"
         else:
-            yield "unfinished", marked, "not finished" if outcome == "unfinished" else f"not finished: {outcome}"
+            goes_on = outcome in ("unfinished", "running")
+            yield "unfinished", marked, "not finished" if goes_on else f"not finished: {outcome}"
     live = ours & runs.outcome.isin(["finished", "diverged"])
     for _, group in runs[live].groupby("setting"):
         for kind, column, what in (("versions", "libraries", "versions"), ("versions", "version", "version of otb")):
@@ -119,9 +121,9 @@ def setting_differences(runs: pd.DataFrame) -> dict[str, list]:
 
 
 def value_text(key: str, value) -> str:
-    """Returns a value of a configuration as it is typed; "absent" where a run does not have the key."""
+    """Returns a value of a configuration as it is typed; ABSENT where a run leaves the key as if it did not exist."""
     if _absent(key, value):
-        return "absent"
+        return ABSENT
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
@@ -131,12 +133,14 @@ def setting_labels(runs: pd.DataFrame) -> dict[str, str]:
     "" where there is no other, KEY=VALUE where they differ in one key, else the digest.
     """
     ours = runs[(runs.kind == "otb") & (runs.left_out == "")]
-    base = ours.setting.str.partition("#")[0]
     labels: dict[str, str] = {}
-    for _, group in ours.groupby(base):
+    for _, group in ours.groupby([str(setting).partition("#")[0] for setting in ours.setting]):
         keys = list(setting_differences(group))
         for setting, first in group.groupby("setting").first().iterrows():
             name = str(setting)
-            alone = f"{keys[0]}={value_text(keys[0], first[keys[0]])}" if len(keys) == 1 else name.partition("#")[2]
-            labels[name] = alone if keys else ""
+            if len(keys) == 1:
+                text = value_text(keys[0], first[keys[0]])
+                labels[name] = f"without {keys[0]}" if text == ABSENT else f"{keys[0]}={text}"
+            else:
+                labels[name] = name.partition("#")[2] if keys else ""
     return labels

@@ -15,7 +15,7 @@ from analysis import arms
 from analysis.checks import one_setting
 from analysis.runs import load as load_module
 from analysis.runs.load import load
-from analysis.runs.marks import setting_differences
+from analysis.runs.marks import setting_differences, setting_labels
 from otb.errors import RunError
 from otb.records.lock_file import machine
 from tests.support.analysis_runs import write_run, write_sweep
@@ -249,7 +249,8 @@ def test_a_run_from_before_a_key_shares_the_setting_of_one_that_has_its_default(
     write_run(tmp_path, seed=2, changes={"rollouts_by": {"name": "vllm"}})
     runs = load(tmp_path).runs
     assert runs.setting.nunique() == 2
-    assert setting_differences(runs) == {"rollouts_by.name": ["None", "vllm"]}
+    assert setting_differences(runs) == {"rollouts_by.name": ["absent or default", "vllm"]}
+    assert sorted(setting_labels(runs).values()) == ["rollouts_by.name=vllm", "without rollouts_by.name"]
 
 
 def test_settings_are_never_mixed(tmp_path):
