@@ -13,6 +13,7 @@ from analysis.curves import draw_curves
 from analysis.group_size import accuracy_by_group_size
 from analysis.intervals import FEWEST
 from analysis.style import COLUMN, PAGE, figure, figure_of, keep_numbers, legend_below, save
+from analysis.ticks import plain_log
 from otb.errors import RunError
 from study import verdicts
 from study.collapses import survival
@@ -20,6 +21,7 @@ from study.collected import COSINE, MAIN, OTHERS, of_kind, steps_table
 from study.verdicts import RESAMPLES, RIVAL, SMALL, STAGES, judged_sizes
 
 TITLES = {"C2": "Runs alive", "C3": "Final accuracy", "C4": "Accuracy over tokens"}
+LARGEST_RATIO = 2.5  # of noises on a linear axis: beyond, most arms would share a fifth of it
 TITLE_LINE = 0.25  # inches of height
 STYLES = ({"marker": "o", "color": "#0072B2"}, {"marker": "D", "color": "#D55E00", "markerfacecolor": "white"})
 
@@ -81,7 +83,12 @@ def noise_over_training(results: pd.DataFrame):
                 ax.plot([row.relative_noise_low, row.relative_noise_high], [place] * 2, color=style["color"], lw=1.2)
                 ax.plot(row.relative_noise, place, ls="", ms=4, **style)
         ax.set_title({"start": "start", "half": "half of training", "end": "end"}[stage], fontsize=9)
-        ax.set(ylim=(-0.6, len(places) - 0.4), xlim=(0, 1.04 * of_others.relative_noise_high.max()))
+        ax.set(ylim=(-0.6, len(places) - 0.4))
+        if of_others.relative_noise_high.max() > LARGEST_RATIO:
+            ax.set_xscale("log")
+            plain_log(ax.xaxis)
+        else:
+            ax.set_xlim(0, 1.04 * of_others.relative_noise_high.max())
         ax.grid(axis="y", visible=False)
     axes[0, 0].set_yticks(list(places.values()), [label(name) for name in places], fontsize=8)
     for size, style in sizes.items():

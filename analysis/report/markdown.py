@@ -23,9 +23,9 @@ def markdown(loaded: Runs, parts: list[Part], out: Path) -> str:
     for part in parts:
         lines += [f"## {part.name}", ""]
         if part.setting:
-            lines += ["### Result", "", markdown_table(part.result), "", part.result_note, ""]
+            lines += ["### Result", "", markdown_table(without_empty_columns(part.result)), "", part.result_note, ""]
         for title, rows in part.tables:
-            lines += [f"### {title}", "", markdown_table(rows), ""]
+            lines += [f"### {title}", "", markdown_table(without_empty_columns(rows)), ""]
         lines += ["### Figures", ""]
         for drawn in part.figures:
             if drawn.problem:
@@ -43,10 +43,9 @@ def markdown(loaded: Runs, parts: list[Part], out: Path) -> str:
 
 
 def markdown_table(rows: pd.DataFrame) -> str:
-    """Returns a table in Markdown, numbers with three significant digits, without its empty columns."""
+    """Returns a table in Markdown, numbers with three significant digits."""
     if rows.empty:
         return "(nothing)"
-    rows = without_empty_columns(rows)
     texts = [[cell_text(value) for value in row] for row in rows.itertuples(index=False)]
     cells = [[text.replace("|", "\\|").replace("\n", " ") for text in row] for row in texts]
     head = f"| {' | '.join(map(str, rows.columns))} |\n|{'---|' * len(rows.columns)}"
