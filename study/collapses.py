@@ -126,9 +126,9 @@ def survival(rows: pd.DataFrame):
         optimizer = "SGD, " if of_rate.varied.str.contains("trainer.optim=sgd").all() else ""
         panel.set_title(f"{optimizer}learning rate {rate:g}\n{about}", fontsize=7)
     figure_of(axes).supylabel(f"share of runs alive (95 % Wilson; arms {APART} apart)", fontsize=8)
+    legend_below(panels)
     if rates != list(tables):
         names = ", ".join(f"{rate:g}" for rate in flat)
-        figure_of(axes).supxlabel(f"no run of any arm collapsed at learning rate {names}", fontsize=7)
-    legend_below(panels)
+        figure_of(axes).legends[0].set_title(f"no run of any arm collapsed at learning rate {names}")
     keep_numbers(axes, pd.concat(plotted))
     return panels

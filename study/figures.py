@@ -48,7 +48,7 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
             except RunError:  # the tables say which arms are missing
                 continue
             of_figure = figure_of(axes)
-            of_figure.suptitle(f"{TITLES[claim]} on {task}", fontsize=10)
+            of_figure.suptitle(f"{TITLES[claim]} on {task}", fontsize=10 if of_figure.get_figwidth() > COLUMN else 8)
             of_figure.set_figheight(of_figure.get_figheight() + TITLE_LINE)
             files = save(axes, folder / f"{claim.lower()}_{file_name(str(task))}", ("png", "pdf"))
             drawn[claim, str(task)] = files[0]

@@ -510,7 +510,9 @@ def test_c2_is_tabulated_by_setting_and_drawn_by_learning_rate():
     assert "| 0.003 | `rollouts_by=hf` | 3 of 3, median step 16 |" in page and "| 0 of 3 |" in page
     assert collapses.room_section(table.reset_index()) == []  # two rates
     axes = collapses.survival(pd.DataFrame(made))
-    assert [len(panel.get_lines()) for panel in axes] == [2, 2]
+    assert [len(panel.get_lines()) for panel in axes] == [2]  # at 3e-4 nothing collapses: a line of text, no panel
+    (legend,) = axes[0].figure.legends
+    assert legend.get_title().get_text() == "no run of any arm collapsed at learning rate 0.0003"
     assert "3 runs per arm, 3 seeds" in axes[0].get_title()
     more = pd.concat([pd.DataFrame(made).assign(learning_rate=rate) for rate in range(1, 6)])
     axes = collapses.survival(more)  # four side by side, the fifth below the first
