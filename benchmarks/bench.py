@@ -57,12 +57,8 @@ def estimators() -> Iterator[tuple]:
     for rollouts, tokens, group_size in ((512, 8192, 4), (512, 8192, 32), (4096, 2048, 8)):
         data = made_up(rollouts, tokens)
         pairs = timed(lambda data=data, n=group_size: by_groups(*data, n), lambda d=data, n=group_size: by_loops(*d, n))
-        yield (
-            f"OTB's advantages / loop over groups, {rollouts} x {tokens}, N={group_size}",
-            "ratio",
-            *ratio(pairs),
-            len(pairs),
-        )
+        name = f"OTB's advantages / loop over groups, {rollouts} x {tokens}, N={group_size}"
+        yield (name, "ratio", *ratio(pairs), len(pairs))
     short, long = made_up(512, 4096), made_up(512, 8192)
     pairs = timed(lambda: by_groups(*long, 8), lambda: by_groups(*short, 8), 15)
     yield ("OTB's advantages, 8192 tokens / 4096 tokens", "ratio", *ratio(pairs), len(pairs))

@@ -112,18 +112,6 @@ def tests(session: Session) -> str:
     return summary.strip("= ")
 
 
-def lm_head(session: Session) -> dict | list:
-    """Returns time and memory of the LM head: plain matmul, fused, whole logits."""
-    real = ["--hidden", "3584", "--vocabulary", "152064", "--tokens", "8192", "16384", "32768", "65536"]
-    return session.figures("lm_head", "lm_head", *(["--tokens", "256", "512"] if session.cpu else real))
-
-
-def extra_pass(session: Session) -> dict | list:
-    """Returns the cost of the pass for score norms beside the loss's forward and backward pass."""
-    real = ["--layers", "28", "--hidden", "1024", "--rollouts", "16", "--tokens", "2048"]
-    return session.figures("pass", "proxy_pass", *(["--layers", "2", "--tokens", "32"] if session.cpu else real))
-
-
 def step(session: Session) -> dict | list:
     """Returns the time of OTBTrainer's step over GRPOTrainer's, in pairs, at a real vocabulary where there is a GPU."""
     policy = session.policy("tiny" if session.cpu else "Qwen/Qwen2.5-0.5B")
@@ -175,8 +163,6 @@ PARTS: dict[str, Callable[[Session], object]] = {
     "machine": machine,
     "conformance": conformance,
     "tests": tests,
-    "lm_head": lm_head,
-    "pass": extra_pass,
     "step": step,
     "memory": memory,
     "training": training,
@@ -188,7 +174,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="small sizes, for a machine without a GPU")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("gpu_session"))
-    parser.add_argument("--vectors", type=Path, help="outputs of the reference implementation (docs/conformance.md)")
+    parser.add_argument("--vectors", type=Path, help="outputs of the reference implementation (docs/reference.md)")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)

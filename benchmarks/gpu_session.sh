@@ -6,7 +6,7 @@
 #   benchmarks/gpu_session.sh wheels FOLDER [3.12] fetches those for a version of Python, on a machine with network (17 MiB)
 #
 # Where a command may take only minutes, name the parts, one call each: `--parts machine conformance tests`, `--parts
-# lm_head pass step`, `--parts memory`, `--parts training`. Copy FOLDER/session.json to benchmarks/results/ and commit it.
+# step`, `--parts memory`, `--parts training`. Copy FOLDER/session.json to benchmarks/results/ and commit it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "${1:-}" = wheels ]; then

@@ -11,48 +11,51 @@ tiny one had been trained, does not count: it is the libraries'. malloc hands ev
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
+
 import argparse
 import ctypes
 import dataclasses
 import gc
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parent.parent
+import torch
+import transformers
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from experiments.planning.architectures import FOLDER, architecture_of
+from experiments.planning.memory import Step, moments
+from experiments.running.hardware import gpu_memory, visible_gpus
+from otb import OTBConfig, OTBTrainer
+from otb.methods import Method
+from otb.policies.tiny_policy import build_tokenizer
+from otb.tasks.arithmetic import Arithmetic
+
 MEGABYTE = 1e6
+SMOLLM = dict(model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=4, response=96)
+QWEN = dict(model="Qwen/Qwen2.5-1.5B", rollouts=32, forward=16, response=512, dtype="bfloat16", checkpointing=True)
 CASES = {
     "tiny, 64 rollouts in one forward": dict(model="tiny", rollouts=64, forward=64, response=64),
     "tiny, in four forwards": dict(model="tiny", rollouts=128, forward=32, response=64),
-    "SmolLM2, in two forwards": dict(model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=4, response=96),
-    "SmolLM2, in one forward, checkpointing": dict(
-        model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=8, response=96, checkpointing=True
-    ),
-    "SmolLM2, bfloat16, in two forwards, checkpointing": dict(
-        model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=4, response=96, checkpointing=True, dtype="bfloat16"
-    ),
-    "SmolLM2, LoRA of rank 16, bfloat16, in two forwards": dict(
-        model="HuggingFaceTB/SmolLM2-135M", rollouts=8, forward=4, response=96, dtype="bfloat16", lora_rank=16
-    ),
+    "SmolLM2, in two forwards": SMOLLM,
+    "SmolLM2, in one forward, checkpointing": SMOLLM | dict(forward=8, checkpointing=True),
+    "SmolLM2, bfloat16, in two forwards, checkpointing": SMOLLM | dict(checkpointing=True, dtype="bfloat16"),
+    "SmolLM2, LoRA of rank 16, bfloat16, in two forwards": SMOLLM | dict(dtype="bfloat16", lora_rank=16),
 }
 GPU_CASES = {  # from a card of 24 GB to one of 80
-    "Qwen2.5-0.5B, in two forwards": dict(
-        model="Qwen/Qwen2.5-0.5B", rollouts=32, forward=16, response=512, dtype="bfloat16", checkpointing=True
-    ),
-    "Qwen2.5-1.5B, LoRA of rank 32, in two forwards": dict(
-        model="Qwen/Qwen2.5-1.5B", rollouts=32, forward=16, response=512, dtype="bfloat16", checkpointing=True,
-        lora_rank=32,
-    ),
-    "Qwen2.5-1.5B, in two forwards": dict(
-        model="Qwen/Qwen2.5-1.5B", rollouts=32, forward=16, response=512, dtype="bfloat16", checkpointing=True
-    ),
-}  # fmt: skip
+    "Qwen2.5-0.5B, in two forwards": QWEN | dict(model="Qwen/Qwen2.5-0.5B"),
+    "Qwen2.5-1.5B, LoRA of rank 32, in two forwards": QWEN | dict(lora_rank=32),
+    "Qwen2.5-1.5B, in two forwards": QWEN,
+}
+WIDTHS = {"prompt": "prompt", "response": "completion"}  # of a Step -> of TRL's batch
 PROMPT = 64  # tokens, more than an arithmetic prompt has: to tell which cases fit
 ROOM = 0.9  # of a card, for what is predicted
 PARTS = {  # what is measured -> the moments of experiments/planning/memory.py that it spans
@@ -63,60 +66,38 @@ PARTS = {  # what is measured -> the moments of experiments/planning/memory.py t
 }
 
 
-class Meter(Protocol):
-    """Says how much memory is held, in bytes."""
+class Meter:
+    """Says how much memory this process holds: its resident set, on a GPU what torch has allocated there, in bytes."""
+
+    def __init__(self, gpu: bool):
+        self.gpu = gpu
 
     def held(self) -> int:
         """Returns what is held now, without garbage."""
-
-    def set_back(self) -> None:
-        """Lets `peak` count from here on."""
-
-    def peak(self) -> int:
-        """Returns the most that was held since `set_back`."""
-
-
-class ResidentSet:
-    """The Meter of this process on a CPU."""
-
-    def held(self) -> int:
         gc.collect()
+        if self.gpu:
+            return torch.cuda.memory_allocated()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         return resident("VmRSS")
 
     def set_back(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS from here on
+        """Lets `peak` count from here on."""
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS from here on
 
     def peak(self) -> int:
-        return resident("VmHWM")
-
-
-class AllocatedOnGPU:
-    """The Meter of torch's allocator: without CUDA's own context, and what the allocator holds in reserve."""
-
-    def held(self) -> int:
-        import torch
-
-        gc.collect()
-        return torch.cuda.memory_allocated()
-
-    def set_back(self) -> None:
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
-
-    def peak(self) -> int:
-        import torch
-
-        return torch.cuda.max_memory_allocated()
+        """Returns the most that was held since `set_back`."""
+        return torch.cuda.max_memory_allocated() if self.gpu else resident("VmHWM")
 
 
 def measure(case: dict, gpu: bool) -> dict:
     """Returns the peak of each part of the second step in bytes, and the widths of its batch."""
     small = CASES["tiny, 64 rollouts in one forward"] | {"rollouts": 8, "forward": 8}
-    meter = AllocatedOnGPU() if gpu else ResidentSet()
-    train(small, gpu, meter, base=0)  # libraries start up
-    return train(case, gpu, meter, base=meter.held())
+    meter = Meter(gpu)
+    train(small, meter, base=0)  # libraries start up
+    return train(case, meter, base=meter.held())
 
 
 def resident(field: str) -> int:
@@ -125,89 +106,74 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def measuring(meter: Meter, base: int, measured: dict) -> tuple:
-    """Returns the class of a trainer and a callback that write what they measure into `measured`.
+class Peaks(Method, transformers.TrainerCallback):
+    """A method that only watches: keeps the peak of each part of the latest step, and the widths of its batch.
 
-    base: bytes that do not count. measured: "peaks", by part of the latest step, and the widths of its batch.
+    base: bytes that do not count.
     """
-    import transformers
 
-    from otb import OTBTrainer
+    def __init__(self, meter: Meter, base: int):
+        self.meter, self.base = meter, base
+        self.found: dict = {}
 
-    peaks: dict[str, int] = measured["peaks"]
+    def reached(self, name: str) -> None:
+        peaks = self.found["peaks"]
+        peaks[name] = max(peaks.get(name, 0), self.meter.peak() - self.base)
 
     @contextmanager
-    def part(name: str):
-        meter.set_back()
+    def while_sampling(self):
+        self.found["peaks"] = {}  # those of the step before go
+        self.meter.set_back()
         yield
-        peaks[name] = max(peaks.get(name, 0), meter.peak() - base)
 
-    class Measured(OTBTrainer):
-        def _generate(self, *args):
-            peaks.clear()  # of the step before
-            with part("sampling"):
-                return super()._generate(*args)
+    def begin(self, output: dict) -> None:
+        self.reached("sampling")
+        self.found |= {part: output[f"{name}_ids"].size(1) for part, name in WIDTHS.items()}
+        self.meter.set_back()
 
-        def _extra_pass(self, output, *args, **kwargs):
-            measured["prompt"], measured["response"] = output["prompt_ids"].size(1), output["completion_ids"].size(1)
-            with part("extra pass"):
-                return super()._extra_pass(output, *args, **kwargs)
+    def measured(self, step) -> None:
+        self.reached("extra pass")
 
-        def compute_loss(self, *args, **kwargs):
-            meter.set_back()  # the rollouts are made: sampling is not counted again
-            return super().compute_loss(*args, **kwargs)
+    def before_micro_batch(self) -> None:
+        self.meter.set_back()
 
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            name = "forward and backward"
-            peaks[name] = max(peaks.get(name, 0), meter.peak() - base)
-            return loss
+    def after_micro_batch(self, loss) -> None:
+        self.reached("forward and backward")
 
-    class Update(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, *args, **kwargs):
-            meter.set_back()
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.meter.set_back()
 
-        def on_optimizer_step(self, *args, **kwargs):
-            peaks["update"] = meter.peak() - base
-
-    return Measured, Update()
+    def on_optimizer_step(self, *args, **kwargs):
+        self.reached("update")
 
 
-def train(case: dict, gpu: bool, meter: Meter, base: int) -> dict:
+def train(case: dict, meter: Meter, base: int) -> dict:
     """Trains two steps. Returns the peaks of the second above `base` bytes, and the widths of its batch."""
-    import torch
-    import transformers
-    from peft import LoraConfig
-
-    from otb import OTBConfig
-    from otb.policies.tiny_policy import build_tokenizer
-    from otb.tasks.arithmetic import Arithmetic
-
-    measured: dict = {"peaks": {}}
-    kind, update = measuring(meter, base, measured)
+    peaks = Peaks(meter, base)
     tokenizer, lora_rank = build_tokenizer(), case.get("lora_rank")
     bfloat16 = case.get("dtype") == "bfloat16"
     with tempfile.TemporaryDirectory() as output:
         arguments = OTBConfig(
-            output_dir=output, use_cpu=not gpu, bf16=bfloat16, report_to="none", save_strategy="no", disable_tqdm=True,
+            output_dir=output, use_cpu=not meter.gpu, bf16=bfloat16, report_to="none", save_strategy="no",
             gradient_checkpointing=case.get("checkpointing", False), learning_rate=0.0, loss_type="dr_grpo",
             lean_steps=False, optim="adamw_torch", num_generations=4, per_device_train_batch_size=case["forward"],
             max_completion_length=case["response"], gradient_accumulation_steps=case["rollouts"] // case["forward"],
-            steps_per_generation=case["rollouts"] // case["forward"], max_steps=2, logging_steps=1,
+            steps_per_generation=case["rollouts"] // case["forward"], max_steps=2, logging_steps=1, disable_tqdm=True,
         )  # fmt: skip
         model = random_policy(case["model"], tokenizer)
-        trainer = kind(
+        trainer = OTBTrainer(
             model.to(torch.bfloat16) if bfloat16 and lora_rank else model,
             lambda completions, **_: [float(i % 2) for i in range(len(completions))],
             arguments,
             Arithmetic().train_dataset(),
             processing_class=tokenizer,
             peft_config=LoraConfig(r=lora_rank, target_modules="all-linear") if lora_rank else None,
-            callbacks=[update],
+            callbacks=[peaks],
+            methods=[peaks],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    return measured
+    return peaks.found
 
 
 def random_policy(name: str, tokenizer, vocabulary: int | None = None):
@@ -215,9 +181,7 @@ def random_policy(name: str, tokenizer, vocabulary: int | None = None):
 
     vocabulary: None for the architecture's own.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    file = next(f for f in (ROOT / "conf" / "architectures").glob("*.json") if f'"{name}"' in f.read_text())
+    file = next(f for f in FOLDER.glob("*.json") if f'"{name}"' in f.read_text())
     config = AutoConfig.for_model(**json.loads(file.read_text()))
     config.vocab_size = vocabulary or config.vocab_size
     config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -226,10 +190,6 @@ def random_policy(name: str, tokenizer, vocabulary: int | None = None):
 
 def predict(case: dict, gpu: bool, prompt: int, response: int) -> dict[str, float]:
     """Returns the predicted peak of each part, in bytes, by the formulas of a GPU or of a CPU."""
-    from experiments.planning.architectures import architecture_of
-    from experiments.planning.memory import moments
-    from experiments.planning.step import Step
-
     options = {name: case[name] for name in case if name in {field.name for field in dataclasses.fields(Step)}}
     options = {"dtype": "float32", "checkpointing": False} | options | {"prompt": prompt, "response": response}
     predicted = moments(Step(architecture=architecture_of(case["model"]), on_gpu=gpu, **options))
@@ -246,8 +206,6 @@ def rows_of(name: str, gpu: bool) -> list[dict]:
     """Measures a case in a process of its own and returns a row for each part of the step."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     if gpu:
-        from experiments.running.hardware import visible_gpus
-
         environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[0]  # with several, torch would split the batches
     command = [sys.executable, __file__, "--child", name, *(["--gpu"] if gpu else [])]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -275,8 +233,6 @@ def main() -> None:
         return
     names = list(cases)
     if arguments.gpu:
-        from experiments.running.hardware import gpu_memory
-
         memory = gpu_memory()
         if memory is None:
             parser.error("--gpu: nvidia-smi shows no GPU here; leave --gpu out for the resident set of the CPU")

@@ -121,24 +121,19 @@ def measure_all(factors: list[str]) -> pd.DataFrame:
     points = {json.dumps(BASE | {factor: size}): factor for factor in factors for size in VARIED[factor]}
     os.environ["PYTHONPATH"] = str(ROOT)
     server = get_context("forkserver")
-    server.set_forkserver_preload(
-        ["otb.training.trainer", "otb.policies.tiny_policy", "otb.tasks.arithmetic", "pandas"]
-    )
+    server.set_forkserver_preload(["benchmarks.memory_model", "otb.training.trainer", "pandas"])
     rows = []
     with ProcessPoolExecutor(1, server, max_tasks_per_child=1) as pool:
         for repeat in range(REPEATS):
             for text, factor in points.items():
                 point = json.loads(text)
                 found = pool.submit(measure, point).result() if point["processes"] == 1 else in_processes(point)
-                print(
-                    f"{NAMES[factor]} {point[factor]:,}: {found['step']:.3f} s, {found['memory']:,.0f} MB", flush=True
-                )
+                measured = f"{found['step']:.3f} s, {found['memory']:,.0f} MB"
+                print(f"{NAMES[factor]} {point[factor]:,}: {measured}", flush=True)
                 for varied in factors if point == BASE else [factor]:
                     rows.append({"factor": varied, "size": point[varied], "repeat": repeat, **found})
-    order = {factor: place for place, factor in enumerate(factors)}
-    return pd.DataFrame(rows).sort_values(
-        ["factor", "size", "repeat"], key=lambda c: c.map(order) if c.name == "factor" else c
-    )
+    rows.sort(key=lambda row: (factors.index(row["factor"]), row["size"], row["repeat"]))
+    return pd.DataFrame(rows)
 
 
 def exponent(part: pd.DataFrame, measured: str) -> tuple[float, float, float]:

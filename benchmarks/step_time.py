@@ -144,14 +144,7 @@ def digest_reward(completions: list, **columns) -> list[float]:
 
 
 def trainer_of(
-    arm: Arm,
-    policy: str,
-    group_size: int,
-    steps: int,
-    output: str,
-    turns: Turns,
-    prompts: int = PROMPTS,
-    any_reward: bool = False,
+    arm: Arm, policy: str, group_size: int, steps: int, output: str, turns: Turns, prompts=PROMPTS, any_reward=False
 ):
     """Returns the trainer of an arm, ready to train."""
     task, on_cpu = arm.task, not torch.cuda.is_available()
@@ -178,13 +171,7 @@ def trainer_of(
 
 
 def side_by_side(
-    policy: str,
-    group_size: int,
-    ours: Arm,
-    theirs: Arm,
-    steps: int,
-    prompts: int = PROMPTS,
-    any_reward: bool = False,
+    policy: str, group_size: int, ours: Arm, theirs: Arm, steps: int, prompts: int = PROMPTS, any_reward: bool = False
 ) -> np.ndarray:
     """Returns the seconds of each pair of steps, (steps, 2), warm-up left out.
 
@@ -259,9 +246,8 @@ def main() -> None:
         found, low, high = ratio(pairs)
         ours, theirs = (statistics.mean(column) for column in pairs.T)
         rows.append({"case": name, "ours": ours, "theirs": theirs, "ratio": found, "low": low, "high": high})
-        print(
-            f"{name}: {ours:.3f} / {theirs:.3f} s = {found:.3f} [{low:.3f}, {high:.3f}], {len(pairs)} pairs", flush=True
-        )
+        interval = f"{found:.3f} [{low:.3f}, {high:.3f}]"
+        print(f"{name}: {ours:.3f} / {theirs:.3f} s = {interval}, {len(pairs)} pairs", flush=True)
     if arguments.json:
         with open(arguments.json, "w", encoding="utf8") as file:
             json.dump(rows, file, indent=1)

@@ -1,10 +1,10 @@
-"""Evaluates policies: avg@k, pass@k and maj@k of models, or of all checkpoints of a run, on one task or several.
+"""Evaluates policies: avg@k, pass@k and maj@k of a model, or of all checkpoints of a run, on one or more tasks.
 
 python experiments/evaluate.py model=qwen2.5-7b 'tasks=[aime24,aime25,amc23,math500]' rollouts_by=vllm
 python experiments/evaluate.py run=runs/arithmetic-tiny/otb-n4-seed0
 python experiments/evaluate.py run=RUN watch=true gpus=8
-Every sample is kept as it comes, so that the same command goes on after a kill, and a larger k only adds samples.
-docs/evaluate.md says what is measured and what a sample depends on.
+Every sample is saved as soon as it is drawn: the same command resumes after a kill, and a larger k only adds samples.
+docs/evaluate.md defines the measures and lists what samples depend on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read at its import
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # vLLM reads it when it is imported
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,7 +26,7 @@ from experiments.running.hardware import check_gpus, start_processes, starts_pro
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="evaluate")
 def main(cfg: DictConfig) -> None:
-    # Unresolved: `task.path=data/${task.name}` refers to the keys of this project, not to Hydra's.
+    # Unresolved, because `task.path=data/${task.name}` refers to keys of this project, not of Hydra.
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     with refusals():
         check_gpus(cfg)
@@ -38,7 +38,7 @@ def main(cfg: DictConfig) -> None:
         start_processes(cfg, __file__, sys.argv[1:])
         if samples:
             with opened_sandbox(wanted.with_tools()) as sandbox:
-                from experiments.evaluation.evaluator import evaluate  # torch, transformers and trl: seconds
+                from experiments.evaluation.evaluator import evaluate  # takes seconds: torch, transformers, trl
 
                 evaluate(wanted, sandbox)
         if int(os.environ.get("RANK", 0)) == 0:
@@ -49,12 +49,12 @@ def main(cfg: DictConfig) -> None:
         if "WORLD_SIZE" in os.environ and "torch" in sys.modules:
             from experiments.running.train import wait_for_all_processes
 
-            wait_for_all_processes()  # one that ended earlier could take the first with it, before its report
+            wait_for_all_processes()  # if one ended earlier, it could end the first before its report
 
 
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/evaluate.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
-    with ending_at_once(), exit_codes(after_stop="goes on with the samples that are missing"):
+    with ending_at_once(), exit_codes(after_stop="continues with the missing samples"):
         run_hydra(main, __file__, arguments, "evaluate")
 
 

@@ -1,11 +1,10 @@
-"""Measures variance, bias and noise-to-signal of the true gradient for every estimator: the laboratory's command.
+"""Measures variance, bias and noise-to-signal of every estimator's gradient, with the variance laboratory.
 
 python experiments/variance.py quick=true                              # under 4 minutes on two cores
 python experiments/variance.py task=arithmetic_tools
 python experiments/variance.py checkpoint=runs/.../checkpoints/step-00000040
-Each prompt's measurements are kept in the run directory as they come: the same command continues after a kill, and
-with other `estimators`, or `group_sizes` up to the same largest, it measures nothing twice. docs/variance.md says what
-is measured, and what was found.
+Each prompt's measurements are saved at once: the same command resumes after a kill, and measures nothing twice when
+`estimators` or `group_sizes` (with the same largest) change. docs/variance.md defines the measures and gives results.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from otb.errors import RunError
 from otb.files import write_atomically
 
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
-MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # what a stored measurement depends on
-SMALLEST = {  # of the keys that are whole numbers
+MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # keys that measurements depend on
+SMALLEST = {  # least values of keys with whole numbers
     "prompts": 2,
     "samples": 4,
     "fit_steps": 1,
@@ -56,37 +55,37 @@ def main(cfg: DictConfig) -> None:
 
 
 def measure(cfg: DictConfig, names: list[str], folder: Path) -> None:
-    """Measures what is missing in `folder` and reports. names: of the estimators. Raises RunError."""
+    """Measures what is missing in `folder` and reports the results. names: the estimators. Raises RunError."""
     check_files(cfg)
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock(folder), opened_sandbox(cfg) as sandbox:
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        from experiments.measuring.laboratory import laboratory  # torch, transformers and trl: seconds, so only now
+        from experiments.measuring.laboratory import laboratory  # takes seconds: torch, transformers, trl
 
         laboratory(cfg, names, folder, sandbox)
     print(f"{folder}: {time.monotonic() - started:.0f} s")
 
 
 def apply_quick(cfg: DictConfig, typed: list[str]) -> None:
-    """Sets the smaller numbers of `quick=true`, save the keys that were typed."""
+    """Sets the smaller numbers of `quick=true`, except for keys that were typed."""
     for key, value in QUICK.items() if cfg.quick else ():
         if key not in typed:
             OmegaConf.update(cfg, key, value)
 
 
 def check(cfg: DictConfig) -> list[str]:
-    """Returns the estimators' names. Raises RunError for what cannot be measured as written."""
+    """Returns the names of the estimators. Raises RunError for a configuration that cannot be measured."""
     check_whole_numbers(cfg, SMALLEST if cfg.workers is None else SMALLEST | {"workers": 1})
     sizes = OmegaConf.to_container(cfg)["group_sizes"]
     if not isinstance(sizes, list) or not sizes or not all(type(n) is int and 2 <= n <= cfg.samples / 2 for n in sizes):
         raise RunError(
-            f"group_sizes={sizes} must be whole numbers from 2 to samples / 2 = {cfg.samples // 2}: a variance "
+            f"group_sizes={sizes} must be whole numbers from 2 to samples / 2 = {cfg.samples // 2}, because a variance "
             "needs two groups. Try group_sizes=[4,8]."
         )
     if cfg.oracle.continuations % 2:
         raise RunError(
-            f"oracle.continuations={cfg.oracle.continuations} must be even, as two halves make two estimates. Try "
+            f"oracle.continuations={cfg.oracle.continuations} must be even, because each half makes an estimate. Try "
             f"oracle.continuations={cfg.oracle.continuations + 1}."
         )
     if cfg.checkpoint is not None and not Path(str(cfg.checkpoint)).expanduser().is_dir():
@@ -98,18 +97,18 @@ def check(cfg: DictConfig) -> list[str]:
 
 
 def estimators(cfg: DictConfig) -> list[str]:
-    """Returns the names of the estimators: those that all are compared with, and those that are asked for."""
+    """Returns the names of the estimators: rloo and energy_probe, which all are compared with, and those asked for."""
     known = sorted(path.stem for path in (CONF / "baseline").glob("*.yaml"))
     asked = known if cfg.estimators is None else OmegaConf.to_container(cfg)["estimators"]
     asked = asked if isinstance(asked, list) else [str(asked)]
     for name in asked:
         if name not in known:
-            raise RunError(f"estimators: {name} is no baseline.{near_miss(name, known)} Known: {known}.")
+            raise RunError(f"estimators: {name} is not a baseline.{near_miss(name, known)} Known: {known}.")
     return list(dict.fromkeys(["rloo", "energy_probe", *asked]))
 
 
 def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
-    """Returns runs_dir/variance/TASK-MODEL[-STEP]-DIGEST, the digest of all that a stored measurement depends on."""
+    """Returns runs_dir/variance/TASK-MODEL[-STEP]-DIGEST, with a digest of everything that measurements depend on."""
     config = OmegaConf.to_container(cfg, resolve=True)
     identity = {key: config[key] for key in MEASUREMENT} | {key: kept_keys(config, key) for key in ("task", "model")}
     identity["checkpoint"] = weights_digest(cfg.model, cfg.checkpoint)
@@ -122,7 +121,7 @@ def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
 
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/variance.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
-    with exit_codes(after_stop="goes on with what is not measured yet"):
+    with exit_codes(after_stop="continues with the missing measurements"):
         run_hydra(main, __file__, arguments, "variance")
 
 

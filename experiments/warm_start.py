@@ -1,9 +1,9 @@
-"""Makes a policy that solves a task now and then out of one that never does: supervised on the task's own solutions.
+"""Trains a policy on a task's own solutions until it solves the task now and then, so that RL can improve it.
 
 python experiments/warm_start.py model.name=FOLDER task=arithmetic output=models/warm
 python experiments/warm_start.py model.name=OWNER/NAME task=gsm8k task.solution_column=answer output=models/warm
-Without any reward there is nothing to learn from by RL. What it writes is an ordinary folder for model.name=, with
-made_from.json beside the weights; the same command again finds it and does nothing. docs/real_model.md shows one.
+RL cannot learn from a policy that is never rewarded. The output is an ordinary folder for model.name=, with its record
+in made_from.json; the same command again finds it and does nothing. docs/real_model.md shows an example.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from otb.policies.folders import MADE_FROM
 from otb.records.config_keys import flatten
 from otb.training.options import Batches, batches
 
-WHERE_AND_HOW = ("output", "use_cpu", "threads", "model.learning_rate")  # keys that make no other policy
+WHERE_AND_HOW = ("output", "use_cpu", "threads", "model.learning_rate")  # keys that do not change the policy
 SMALLEST = {"demonstrations": 1, "demonstrations_per_step": 1, "seed": 0}
 
 
@@ -40,19 +40,19 @@ def main(cfg: DictConfig) -> None:
         step = check(cfg)
         output, asked = Path(str(cfg.output)).expanduser(), recipe(cfg)
         if is_there(output, asked):
-            print(f"{output}: made already with the same settings, nothing to do.")
+            print(f"{output}: already made with the same settings; nothing to do.")
             return
         check_files(cfg)
-        from experiments.running.warm_starting import warm_start  # torch, transformers and trl: seconds, so only now
+        from experiments.running.make_policy import make_policy  # takes seconds: torch, transformers, trl
 
         command = ["python", "experiments/warm_start.py", *HydraConfig.get().overrides.task]
-        record = warm_start(cfg, output, step, {"recipe": asked, "command": command})
+        record = make_policy(cfg, output, step, {"recipe": asked, "command": command})
         first, last = record["losses"][0], record["losses"][-1]
         print(f"{output}: {len(record['losses'])} steps, loss {first:.2f} -> {last:.2f}. Use it as model.name={output}")
 
 
 def check(cfg: DictConfig) -> Batches:
-    """Returns how a step is divided. Raises RunError for what cannot be made as written; loads nothing."""
+    """Returns how a step is divided. Raises RunError for an invalid configuration; loads nothing."""
     check_whole_numbers(cfg, SMALLEST if cfg.steps is None else SMALLEST | {"steps": 1})
     check_positive(cfg, "learning_rate", "1e-4")
     check_true_or_false(cfg, "use_cpu")
@@ -60,17 +60,17 @@ def check(cfg: DictConfig) -> Batches:
     if type(cfg.noise) not in (int, float) or not 0 <= cfg.noise <= 1:
         raise RunError(f"noise={cfg.noise} must be a number from 0 to 1. Try noise=1.")
     if OmegaConf.is_missing(cfg, "output"):
-        raise RunError("output is not set: the folder that the policy is written to. Add output=FOLDER.")
+        raise RunError("output, the folder for the policy, is not set. Add output=FOLDER.")
     checks.check_model_and_task(cfg)
     if is_tiny(cfg.model):
         raise RunError(
-            f"model.name={cfg.model.name} with model=tiny is warm-started by every command that uses it, by "
-            "model.warm_start.*. Leave model=tiny out and give model.name=OWNER/NAME, or a folder."
+            f"model.name={cfg.model.name} with model=tiny needs no warm start: every command that uses it makes one, "
+            "with the values of model.warm_start. Leave model=tiny out and give model.name=OWNER/NAME, or a folder."
         )
     check_task(cfg)
     gpus = [] if cfg.use_cpu else visible_gpus()
     if len(gpus) > 1:
-        raise RunError(f"{len(gpus)} GPUs are visible, and this command uses one. Add CUDA_VISIBLE_DEVICES={gpus[0]}.")
+        raise RunError(f"{len(gpus)} GPUs are visible, but this command uses one. Add CUDA_VISIBLE_DEVICES={gpus[0]}.")
     check_writable(Path(str(cfg.output)).expanduser())
     try:
         return batches(cfg.demonstrations_per_step, 1, 1, cfg.model.rollouts_per_forward)
@@ -79,30 +79,30 @@ def check(cfg: DictConfig) -> Batches:
 
 
 def check_task(cfg: DictConfig) -> None:
-    """Raises RunError where the task has no solutions to learn from."""
+    """Raises RunError if the task has no solutions to learn from."""
     task = build(cfg, "task")
     if task.environment is not None and not hasattr(task, "demonstrations"):
         raise RunError(
-            f"task {task.name} runs programs, and a column of solutions shows none: it would teach never to call the "
-            "tool. Warm-start on a task with demonstrations of its own (arithmetic_tools), or on the one without tools."
+            f"task {task.name} has a tool, but its column of solutions shows no call: it would teach the policy never "
+            "to call the tool. Warm-start on a task with its own demonstrations (arithmetic_tools), or without tools."
         )
     if not hasattr(task, "demonstrations") and getattr(task, "solution_column", None) is None:
         raise RunError(
-            f"task {task.name} has no solutions to learn from: neither demonstrations of its own nor a column of them. "
+            f"task {task.name} has no solutions to learn from: neither its own demonstrations nor a solution_column. "
             "Try task=arithmetic, or task.solution_column=NAME (gsm8k: answer)."
         )
     check_training_rows(cfg)
 
 
 def check_files(cfg: DictConfig) -> None:
-    """Raises RunError where rows or model are not there; reads none of them."""
+    """Raises RunError if rows or model do not exist; reads neither."""
     task = build(cfg, "task")
     check_sources([task.training_source()] if hasattr(task, "training_source") else [])
     check_model_is_here(cfg)
 
 
 def check_writable(output: Path) -> None:
-    """Raises RunError where the folder cannot be made."""
+    """Raises RunError if the folder cannot be made."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(output.parent, os.W_OK | os.X_OK):
@@ -118,7 +118,7 @@ def recipe(cfg: DictConfig) -> dict:
 
 
 def is_there(output: Path, asked: dict) -> bool:
-    """Tells whether `output` was made by the recipe `asked`. Raises RunError where it holds anything else."""
+    """Returns whether `output` was made with the recipe `asked`. Raises RunError if it holds anything else."""
     if not output.exists():
         return False
     try:
@@ -128,13 +128,16 @@ def is_there(output: Path, asked: dict) -> bool:
     keys = sorted(key for key in {*made, *asked} if made.get(key) != asked.get(key))
     if keys:
         changed = "\n  ".join(f"{key}: {made.get(key, '(absent)')} -> {asked.get(key, '(absent)')}" for key in keys)
-        raise RunError(f"output={output} holds a policy made otherwise (there -> here):\n  {changed}\nUse another one.")
+        raise RunError(
+            f"output={output} holds a policy that was made with other settings (there -> here):\n  {changed}\n"
+            "Use another folder."
+        )
     return True
 
 
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/warm_start.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
-    with exit_codes(after_stop="starts anew: nothing was written"):
+    with exit_codes(after_stop="starts over, because nothing was written"):
         run_hydra(main, __file__, arguments, "warm_start")
 
 

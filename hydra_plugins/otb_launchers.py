@@ -1,14 +1,14 @@
-"""The launchers of this project, their options and their sweeper. Hydra looks for such only below hydra_plugins.
+"""Defines this project's launchers, their options and their sweeper, in hydra_plugins, where Hydra looks for plugins.
 
-Imported at every start of experiments/run.py, so everything else is imported when a sweep is launched. Hydra executes
-this file before it is in sys.modules, which a dataclass with postponed annotations would need.
+Every start of experiments/run.py imports this file, so it imports heavy modules only when a sweep is launched. Hydra
+executes it before it is in sys.modules, so its dataclasses cannot have postponed annotations.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # private: Hydra offers no other to build on
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # private: Hydra has no public one
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -30,7 +30,7 @@ class LocalConf:
 
 @dataclass
 class SlurmConf(SlurmQueueConf):
-    """Options of hydra/launcher=slurm: those of hydra-submitit-launcher, and those that it lacks."""
+    """Options of hydra/launcher=slurm: all options of hydra-submitit-launcher, and four more."""
 
     _target_: str = "hydra_plugins.otb_launchers.SlurmLauncher"
     wait: bool = True
@@ -44,14 +44,14 @@ for name, node in (("otb_local", LocalConf), ("otb_slurm", SlurmConf)):
 
 
 class Sweeper(BasicSweeper):
-    """Hydra's own sweeper without its check that every run composes, which the launchers make too."""
+    """Hydra's own sweeper without its check that every run composes, because the launchers check this too."""
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Does nothing; experiments/sweeps/runs_of.py composes and checks every run."""
 
 
 class LocalLauncher(Launcher):
-    """Runs a sweep on this machine, each run in a process of its own."""
+    """Runs a sweep on this machine, each run in its own process."""
 
     def __init__(self, parallel: int | None, max_restarts: int, wait: bool):
         self.parallel, self.max_restarts, self.wait = parallel, max_restarts, wait
@@ -70,7 +70,7 @@ class LocalLauncher(Launcher):
 
 
 class SlurmLauncher(PluginLauncher):
-    """Sends runs by the plugin's options; but its jobs survive their submitter, preemption and time limits."""
+    """Submits runs with the plugin's options, but its jobs survive their submitter, preemption and time limits."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from experiments.running.command_line import refusals

@@ -1,6 +1,6 @@
 """The Optimal Token Baseline on Hugging Face TRL: `from otb import OTBTrainer, OTBConfig` replaces GRPOTrainer.
 
-Importing this package imports neither torch nor trl; the two names are loaded when they are first used.
+Importing this package imports neither torch nor trl; both names are loaded on first use.
 """
 
 __all__ = ["OTBConfig", "OTBTrainer"]

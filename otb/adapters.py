@@ -1,7 +1,7 @@
-"""Reads the hidden states of a policy, and checks that the base is had by disabling its adapter.
+"""Reads a policy's hidden states, and checks that disabling its adapter gives the untrained base.
 
-Called by MeasuringTrainer, for token weights that compare the policy with its base and for baselines that read hidden
-states.
+The trainer's extra passes call it, for token weights that compare the policy with its base and for baselines that read
+hidden states.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")  # what transformers calls it
+FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")  # its names in transformers
 
 
 @contextmanager
 def collected_states(backbone: Module, states: str) -> Iterator[list[Tensor]]:
-    """Collects the last hidden states (B, L, d) of each forward inside.
+    """Collects the last hidden states (B, L, d) of each forward inside the block.
 
-    states: "post_norm", what the backbone hands to the LM head, or "pre_norm", what its final norm is given.
+    states: "post_norm" for the backbone's output, which the LM head reads; "pre_norm" for the input of its final norm.
     """
     collected: list[Tensor] = []
     if states == "pre_norm":
@@ -34,30 +34,30 @@ def collected_states(backbone: Module, states: str) -> Iterator[list[Tensor]]:
 
 
 def final_norm(backbone: Module) -> Module:
-    """Returns the norm after the last layer. Raises ValueError where a backbone has none under a known name."""
+    """Returns the norm after the last layer. Raises ValueError if the backbone has none under a known name."""
     for name in FINAL_NORMS:
         if isinstance(norm := getattr(backbone, name, None), Module):
             return norm
     raise ValueError(
-        f"states=pre_norm reads what the final norm is given, and {type(backbone).__name__} has none under a known "
+        f"states=pre_norm reads the input of the final norm, but {type(backbone).__name__} has no norm under a known "
         f"name ({', '.join(FINAL_NORMS)}). Use states=post_norm."
     )
 
 
 @contextmanager
 def disabled(model: Any) -> Iterator[None]:
-    """Makes a PeftModel its base inside, and what it was afterwards, whatever is raised."""
+    """Disables the adapter of a PeftModel inside the block and restores it afterwards, even after an error."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     try:
         with model.disable_adapter():
             yield
-    finally:  # peft makes all of an adapter trainable that it enables, also what its user has frozen
+    finally:  # when peft enables an adapter, it makes all of it trainable, even parameters that its user froze
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
 
 
 def refuse_trained_base(signal: str, model: Any) -> None:
-    """Raises ValueError where parameters of the base are trained too: disabling the adapter does not take them back."""
+    """Raises ValueError if base parameters are trained too: disabling the adapter does not undo their training."""
     with disabled(model):
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if trained:

@@ -1,7 +1,7 @@
-"""`python -m otb.conformance FILE.npz` compares the formula and the trainer's form with a file of reference vectors.
+"""`python -m otb.conformance FILE.npz` compares the formula and the trainer's code with a file of reference vectors.
 
-The file holds outputs of the reference implementation (verl, `optimal_token_baseline` and `tir_optimal_token_baseline`)
-in float64; the format is described in docs/conformance.md. Exit status 1 when a case disagrees.
+The file holds float64 outputs of the reference implementation (verl, `optimal_token_baseline` and
+`tir_optimal_token_baseline`); docs/reference.md describes the format. Exit status 1 if a case disagrees.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRAINER_TOLERANCE = 1e-5  # float32, relative to the spread of the returns
 
 @dataclass(frozen=True)
 class Case:
-    """One reference case, whose groups are scattered over the batch as in a real one. Shapes (B, C)."""
+    """One reference case, with its groups scattered over the batch as in a real batch. Shapes (B, C)."""
 
     name: str
     rewards: Tensor
@@ -43,10 +43,10 @@ class Case:
 
 
 def load_cases(path: str) -> Iterator[Case]:
-    """Yields the cases of a reference file. Raises ValueError for a file of another format."""
+    """Yields the cases of a reference file. Raises ValueError if the file has another format."""
     with np.load(path) as arrays:
         if "meta" not in arrays:
-            raise ValueError(f"{path} has no key 'meta' but {sorted(arrays)[:5]}; see docs/conformance.md.")
+            raise ValueError(f"{path} has no key 'meta', only {sorted(arrays)[:5]}; see docs/reference.md.")
         for index, meta in enumerate(json.loads(str(arrays["meta"]))):
             prefix = f"{index:02d}/"
             case = {key.removeprefix(prefix): arrays[key] for key in arrays if key.startswith(prefix)}
@@ -71,7 +71,7 @@ def returns_to_go(rewards: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def literal_advantages(case: Case, eps: float = 1e-8) -> Tensor:
-    """Computes the paper's formula as it is written, token by token, in the precision of the case -> (B, C)."""
+    """Returns the advantages of the paper's formula, computed token by token in the precision of the case -> (B, C)."""
     w = (1 - 2 * case.log_probs.exp() + case.sum_pi_squared) * case.rho.square() * case.response_mask
     returns = returns_to_go(case.rewards, case.response_mask)
     result = torch.zeros_like(returns)
@@ -95,7 +95,7 @@ def literal_advantages(case: Case, eps: float = 1e-8) -> Tensor:
 
 
 def trainer_advantages(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Computes the same by the code that trains: packed, vectorised, non-negative w, in `dtype` -> (B, C)."""
+    """Returns the advantages of the code that trains: packed, vectorised, non-negative w, in `dtype` -> (B, C)."""
     rows = case.group.argsort(stable=True)  # whole groups, contiguous
     sizes = case.group.unique(return_counts=True)[1]
     own = OwnTokens(case.response_mask[rows])
@@ -120,7 +120,7 @@ def trainer_advantages(case: Case, dtype: torch.dtype = torch.float32) -> Tensor
 def main(argv: list[str] | None = None) -> int:
     """Prints the largest errors of every case.
 
-    Returns the exit status: 1 where a case disagrees, 2 where the file holds no reference vectors.
+    Returns the exit status: 1 if a case disagrees, 2 if the file holds no reference vectors.
     """
     parser = argparse.ArgumentParser(prog="python -m otb.conformance", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("file", help="an .npz file of reference vectors")
@@ -128,11 +128,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cases = list(load_cases(path))
     except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
-        print(f"error: {path} is no file of reference vectors: {error}. See docs/conformance.md.", file=sys.stderr)
+        print(f"error: {path} is not a file of reference vectors: {error}. See docs/reference.md.", file=sys.stderr)
         return 2
     columns = f"{'case':<22}{'formula, float64':>18}{'trainer, float32':>18}"
-    print(f"{columns}   largest error; the trainer's over the spread")
-    agrees = bool(cases)  # a file without cases shows nothing
+    print(f"{columns}   largest error; the trainer's is divided by the spread of the returns")
+    agrees = bool(cases)  # a file without cases proves nothing
     for case in cases:
         formula = float((literal_advantages(case) - case.advantages).abs().max())
         returns = returns_to_go(case.rewards, case.response_mask)[case.response_mask]

@@ -1,8 +1,8 @@
-"""Computes exact squared score norms over all trainable parameters, by backward passes: the proxy's yardstick.
+"""Computes exact squared score norms over all trainable parameters with backward passes, as a yardstick for the proxy.
 
-`scores` returns weighted sums of the tokens' scores s_t = d log pi_t / d parameters; norms of sequences and of prefixes
-are norms of such sums. Called by MeasuringTrainer for baselines that declare sequence_norms or prefix_norms; for small
-models.
+`scores` returns weighted sums of the tokens' scores s_t = d log pi_t / d parameters; sequence norms and prefix norms
+are norms of such sums. The trainer calls it for baselines that declare sequence_norms or prefix_norms. It is meant for
+small models.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from otb.errors import RunError
 
-MOST_PARAMETERS = 50_000_000  # trainable ones
-NUMBERS_AT_ONCE = 32_000_000  # held together by the scores of one chunk: 128 MB in float32
+MAX_PARAMETERS = 50_000_000  # trainable parameters
+NUMBERS_AT_ONCE = 32_000_000  # in the scores of one chunk: 128 MB in float32
 
 
 class TooManyParameters(RunError, ValueError):
-    """A policy is too large for exact norms, or has nothing to train."""
+    """The policy is too large for exact norms, or has no trainable parameters."""
 
 
 def sequence_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float, weights=None) -> Tensor:
-    """Returns ||sum_t weights_t s_t||^2 per rollout, by one backward each.
+    """Returns ||sum_t weights_t s_t||^2 per rollout, with one backward each.
 
     ids, attention_mask (B, L): prompts with responses, padded anywhere. own (B, L) bool, True = own token. weights
-    (B, L) float: of the tokens' scores, rho under importance sampling; None = 1 -> (B,) float32. The parameters of
-    `model` that are trainable count, and it should be in evaluation mode. Raises TooManyParameters.
+    (B, L) float: factors of the tokens' scores, rho under importance sampling; None = 1 -> (B,) float32. Only trainable
+    parameters of `model` count; the model should be in evaluation mode. Raises TooManyParameters.
     """
     parameters, norms = trainable(model), []
     for row in range(len(ids)):
@@ -37,9 +37,9 @@ def sequence_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temp
 
 
 def prefix_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float, weights=None) -> Tensor:
-    """Returns ||sum_{j<=t} weights_j s_j||^2 for every own token t, by one backward each.
+    """Returns ||sum_{j<=t} weights_j s_j||^2 for every own token t, with one backward each.
 
-    Arguments as in `sequence_norms` -> (B, T), packed: own tokens first; the last value is kept after the last one.
+    Arguments as in `sequence_norms` -> (B, T), packed to own tokens; the last value repeats after the last own token.
     """
     parameters, own_tokens = trainable(model), own.sum(-1)
     norms = torch.zeros(len(ids), int(own_tokens.max()) if len(ids) else 0, device=ids.device)
@@ -55,7 +55,7 @@ def prefix_norms(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temper
 
 
 def kept_after_end(norms: Tensor, lengths: Tensor) -> Tensor:
-    """Returns norms of prefixes (..., T) with the last own token's value, or 0 without one, at t >= lengths (...)."""
+    """Returns prefix norms (..., T) that repeat the last own token's value at t >= lengths (...); 0 without tokens."""
     if not norms.shape[-1]:
         return norms
     last = norms.gather(-1, (lengths.long() - 1).clamp(min=0).unsqueeze(-1))
@@ -65,9 +65,10 @@ def kept_after_end(norms: Tensor, lengths: Tensor) -> Tensor:
 def scores(log_probs: Tensor, parameters: list[Tensor], weights: Tensor) -> list[Tensor]:
     """Returns sum_t weights_kt s_t for each k: a tensor (K, *shape) per parameter. log_probs (T,), weights (K, T).
 
-    Rows of ones give the sequence's score, the identity each token's, a lower triangle the prefixes'. The graph stays.
+    A row of ones gives the score of the sequence, the identity the score of each token, and a lower triangle the scores
+    of the prefixes. The graph is retained.
     """
-    if len(weights) == 1:  # without the detour through vmap
+    if len(weights) == 1:  # no need for vmap
         gradients = torch.autograd.grad(log_probs, parameters, weights[0], retain_graph=True, materialize_grads=True)
         return [gradient.unsqueeze(0) for gradient in gradients]
     return list(
@@ -78,9 +79,9 @@ def scores(log_probs: Tensor, parameters: list[Tensor], weights: Tensor) -> list
 
 
 def squared_norms(vectors: list[Tensor]) -> Tensor:
-    """Returns squared norms over all parameters. A tensor (K, ...) per parameter -> (K,) float32.
+    """Returns squared norms over all parameters, summed in float64 if the device has it.
 
-    They are summed in float64 where the device has it.
+    A tensor (K, ...) per parameter -> (K,) float32.
     """
     dtype = torch.float32 if vectors[0].device.type == "mps" else torch.float64
     squares = [torch.linalg.vector_norm(vector.flatten(1), dim=1, dtype=dtype).square() for vector in vectors]
@@ -88,9 +89,9 @@ def squared_norms(vectors: list[Tensor]) -> Tensor:
 
 
 def own_log_probs(model, ids: Tensor, attention_mask: Tensor, own: Tensor, temperature: float) -> Tensor:
-    """Returns log pi of the own tokens of one rollout, with a graph. ids, attention_mask, own (L,) -> (T,).
+    """Returns log pi of one rollout's own tokens, with a graph.
 
-    In float32 at least.
+    ids, attention_mask, own (L,) -> (T,), float32 or float64.
     """
     kept = attention_mask.bool()
     ids, own = ids[kept], own[kept]
@@ -103,18 +104,18 @@ def own_log_probs(model, ids: Tensor, attention_mask: Tensor, own: Tensor, tempe
 
 
 def rows_at_once(parameters: list[Tensor]) -> int:
-    """Returns how many scores are held together: as many as take at most NUMBERS_AT_ONCE numbers, and one at least."""
+    """Returns how many scores are computed at once: as many as fit in NUMBERS_AT_ONCE numbers, and at least one."""
     return max(1, NUMBERS_AT_ONCE // sum(parameter.numel() for parameter in parameters))
 
 
 def trainable(model) -> list[Tensor]:
-    """Returns the parameters with requires_grad. Raises TooManyParameters, for none as well."""
+    """Returns the parameters with requires_grad. Raises TooManyParameters if there are none or too many."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in parameters)
-    if not 0 < numbers <= MOST_PARAMETERS:
+    if not 0 < numbers <= MAX_PARAMETERS:
         raise TooManyParameters(
-            f"The policy has {numbers:,} trainable parameters; exact score norms are for 1 to {MOST_PARAMETERS:,}, as "
-            "they cost a backward pass per rollout or per own token. Use LoRA (model.lora.r=16), or the proxy: "
+            f"The policy has {numbers:,} trainable parameters; exact score norms work for 1 to {MAX_PARAMETERS:,}, "
+            "because they cost a backward pass per rollout or per own token. Use LoRA (model.lora.r=16), or the proxy: "
             "baseline=sequence_energy for ob_exact, baseline=otb for otb_exact."
         )
     return parameters

@@ -1,4 +1,4 @@
-"""Writes files that are whole or absent, whatever happens meanwhile. It imports no torch."""
+"""Writes files that are either complete or absent, even after a crash. It imports no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from otb.errors import unwritable
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yields a name beside `path` to write to; that file takes the place of `path` when the block ends.
+    """Yields a temporary path to write to; when the block ends, that file is flushed to disk and replaces `path`.
 
-    Its bytes are on the disk before it does. An error of the block, or OSError from the file system, is raised and
-    leaves `path` as it was.
+    Errors of the block and OSError from the file system are raised, and leave `path` as it was.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -26,16 +25,16 @@ def whole(path: Path) -> Iterator[Path]:
         sync_file(aside)
         os.replace(aside, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the folder itself may be what cannot be written
+        with contextlib.suppress(OSError):  # the folder itself may be unwritable
             aside.unlink(missing_ok=True)
         raise
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `path` to write into; it becomes `path`, which must not exist, when the block ends.
+    """Yields an empty folder to write into; when the block ends, it is flushed to disk and renamed to `path`.
 
-    Its files are on the disk before it does. A killed call leaves `path` absent; the next one clears what it wrote.
+    `path` must not exist. A killed call leaves it absent, and the next call clears the files that were left over.
     """
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -46,7 +45,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def sync_file(path: Path) -> None:
-    """Waits until a file or a directory is on the disk (fsync). Does nothing where it does not exist."""
+    """Waits until a file or a directory is on the disk (fsync). Does nothing if it does not exist."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -71,7 +70,7 @@ def sha256_of(file: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the text of a file, which holds the old text or the new one whatever happens. Raises RunError."""
+    """Replaces the text of a file; after a crash it holds either the old text or the new one. Raises RunError."""
     try:
         with whole(path) as aside:
             aside.write_text(text, encoding="utf8")
@@ -80,7 +79,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_once(path: Path, text: str) -> None:
-    """Writes a file where there is none: of several processes that do, on any host, the first one's text stays.
+    """Writes a file unless it exists; if several processes on any hosts race, the first one's text stays.
 
     Raises RunError.
     """

@@ -1,4 +1,4 @@
-"""Reads what TRL hands from scoring to the loss: a mapping of tensors, of a generation or of one micro-batch of it."""
+"""Reads the mapping of tensors that TRL hands from scoring to the loss, for a whole generation or one micro-batch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def prompts_with_responses(output: dict) -> tuple[Tensor, Tensor]:
-    """Returns token ids and attention mask (B, L), the prompt's in front. Raises ValueError for prompts with images."""
+    """Returns token ids and attention mask (B, L), prompt first. Raises ValueError for prompts with images."""
     if "pixel_values" in output:
         raise ValueError(
-            "The prompts have images (pixel_values), and an extra pass over token ids alone would not see them. Use a "
-            "baseline that needs no pass, such as baseline=rloo."
+            "The prompts have images (pixel_values), which an extra pass over token ids would not see. Use a baseline "
+            "that needs no extra pass, such as baseline=rloo."
         )
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
     return ids, torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
@@ -24,5 +24,5 @@ def response_mask(output: dict) -> Tensor:
 
 
 def per_position(advantages: Tensor) -> Tensor:
-    """Returns advantages that go with every position of a response. (B,) or (B, C) -> (B, 1) or (B, C)."""
+    """Returns advantages that broadcast to every position of a response. (B,) or (B, C) -> (B, 1) or (B, C)."""
     return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages

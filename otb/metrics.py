@@ -1,7 +1,6 @@
-"""Computes statistics of a step's rollouts and of the advantages used, which the trainer logs.
+"""Computes the statistics of a step's rollouts and advantages that the trainer logs.
 
-The names are those of `otb.records.metric_names.METRICS`, which holds units and definitions. What cannot be measured is
-left out.
+`otb.records.metric_names.METRICS` has the unit and the definition of each name. What cannot be measured is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from otb.rollouts import RolloutGroups
 
 
 def length_metrics(own_tokens: Tensor) -> dict[str, float]:
-    """Returns sums and lengths of own tokens (B,) int, those of rollouts that the loss masks included."""
+    """Returns the sum, mean and maximum of own tokens per rollout (B,) int, including rollouts that the loss masks."""
     return {
         "own_tokens": int(own_tokens.sum()),
         "response_length_mean": own_tokens.float().mean().item(),
@@ -23,7 +22,7 @@ def length_metrics(own_tokens: Tensor) -> dict[str, float]:
 
 
 def reward_metrics(rollouts: RolloutGroups) -> dict[str, float]:
-    """Returns statistics of the rewards of a step; nothing but `unscored` where no rollout was scored."""
+    """Returns statistics of the rewards of a step; only `unscored` if no rollout was scored."""
     metrics: dict[str, float] = {}
     if rollouts.scored.any():
         rewards = rollouts.rewards[rollouts.scored]
@@ -43,7 +42,7 @@ def reward_metrics(rollouts: RolloutGroups) -> dict[str, float]:
 def advantage_metrics(rollouts: RolloutGroups, baseline: Baseline | Tensor, advantages: Tensor) -> dict[str, float]:
     """Returns statistics of the advantages (P, G, T or 1) and of the baseline; each own token counts once."""
     value = baseline.value if isinstance(baseline, Baseline) else baseline
-    if advantages.shape[-1] == 1:  # one value per rollout stands for each of its own tokens
+    if advantages.shape[-1] == 1:  # the rollout's one value counts once for each of its own tokens
         weight = (rollouts.lengths * rollouts.scored).unsqueeze(-1).to(advantages.dtype)
     else:
         alive = rollouts.reached(advantages.shape[-1]) & rollouts.scored.unsqueeze(-1)
@@ -62,8 +61,8 @@ def advantage_metrics(rollouts: RolloutGroups, baseline: Baseline | Tensor, adva
 def energy_metrics(rollouts: RolloutGroups, advantages: Tensor) -> dict[str, float]:
     """Returns realized energy per scored rollout and the token-diagonal power sum_t w_t A_t^2, for any baseline.
 
-    verl averages a token-level advantage to one scalar per rollout first, and its power is W_T times that squared: not
-    the power of these advantages, and logged beside it.
+    verl first averages token-level advantages to one scalar per rollout; its power is W_T times the square of that
+    scalar. This differs from the power of the advantages used, so both are logged.
     """
     if not rollouts.scored.any():
         return {}
@@ -81,7 +80,7 @@ def energy_metrics(rollouts: RolloutGroups, advantages: Tensor) -> dict[str, flo
 
 
 def token_weight_metrics(signals: Tensor | None, factors: Tensor, own: Tensor) -> dict[str, float]:
-    """Returns how unequal the token weights of a step are, and what they were made of; nothing without own tokens.
+    """Returns how unequal a step's token weights are, and statistics of their signals; {} without own tokens.
 
     signals (P, G, T) >= 0, None for uniform weights; factors, own bool (P, G, T), 0 past the last own token.
     """
@@ -98,7 +97,7 @@ def token_weight_metrics(signals: Tensor | None, factors: Tensor, own: Tensor) -
 
 
 def gini(weights: Tensor, own: Tensor) -> Tensor:
-    """Returns sum_i (2 i - n - 1) w_(i) / (n sum w), w_(i) ascending: 0 for equal ones, (n - 1) / n for a single one.
+    """Returns sum_i (2 i - n - 1) w_(i) / (n sum w), w_(i) ascending: 0 if all are equal, (n - 1) / n if one has all.
 
     weights (..., T) >= 0, own (..., T) bool, n of them True -> (...); NaN for n = 0.
     """
@@ -109,7 +108,7 @@ def gini(weights: Tensor, own: Tensor) -> Tensor:
 
 
 def effective_support(weights: Tensor, own: Tensor) -> Tensor:
-    """Returns (sum w)^2 / (n sum w^2), the share of the tokens that carry the weight: 1 for equal ones, 1 / n for one.
+    """Returns (sum w)^2 / (n sum w^2), the share of tokens that carry the weight: 1 if equal, 1 / n if one has all.
 
     Arguments and shapes as in `gini`.
     """

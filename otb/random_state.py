@@ -1,4 +1,4 @@
-"""Keeps random numbers apart from those of training: called around evaluations and measurements."""
+"""Keeps evaluations and measurements from changing the random numbers that training draws."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 
 @contextmanager
 def isolated_random_state(seed: int | None = None) -> Iterator[None]:
-    """Restores the random states of torch, numpy and random afterwards, whatever is drawn inside.
+    """Restores the random states of torch, numpy and random after the block, whatever is drawn inside.
 
-    Of several GPUs only the current one takes part: asking another for its state would take memory there.
-    seed: seeds them inside, so that the same call draws the same numbers; None continues from the current state.
+    Only the current GPU takes part: reading another GPU's state would allocate memory there.
+    seed: seeds all three inside the block, so the same call draws the same numbers; None continues from the current
+    state.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    gpus = None  # without CUDA torch finds what there is
+    gpus = None  # without CUDA, torch finds the devices itself
     if torch.cuda.is_available():
         gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
@@ -34,7 +35,7 @@ def isolated_random_state(seed: int | None = None) -> Iterator[None]:
 
 
 def seed_torch(seed: int, gpus: list[int] | None) -> None:
-    """Seeds the generators of the CPU and of the current GPU, if `gpus` has it; with None all that torch finds."""
+    """Seeds the generators of the CPU and, if `gpus` lists it, the current GPU; None seeds all that torch finds."""
     if gpus is None:
         torch.manual_seed(seed)
         return

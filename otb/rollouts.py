@@ -1,8 +1,8 @@
 """Prompt groups as a baseline sees them: rewards, own-token counts and squared score norms, shapes checked once.
 
 The trainer, the conformance check and the variance laboratory build `RolloutGroups`; baselines and `advantages` read
-them. `OwnTokens` drops tool and padding positions before, so position t is the t-th token that the policy sampled, and
-one estimator serves single-turn and tool-integrated rollouts alike.
+them. `OwnTokens` first drops tool and padding positions. Position t is therefore the t-th token that the policy
+sampled, and the same estimator works for single-turn and tool-integrated rollouts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ class MeasuredOnRequest:
     """Fields that are None unless the baseline declares that it needs them."""
 
     def required(self, name: str) -> Tensor:
-        """Returns such a field. Raises ValueError where it is None."""
+        """Returns the field called `name`. Raises ValueError if it is None."""
         values = getattr(self, name)
         if values is None:
             raise ValueError(
-                f"{name}=None: what a baseline needs is measured only if it declares it. Use "
-                f"@declare(needs={{{name!r}}})."
+                f"{name}=None: it is measured only for baselines that declare it. Use @declare(needs={{{name!r}}})."
             )
         return values
 
@@ -34,20 +33,21 @@ class RolloutGroups(MeasuredOnRequest):
     """Holds P prompt groups of G rollouts, each with up to T own tokens.
 
     Args:
-        rewards: (P, G) float, one terminal reward per rollout; NaN = unscored, which leaves the sums of its group.
+        rewards: (P, G) float, one terminal reward per rollout; NaN = unscored, and left out of its group's sums.
         lengths: (P, G) int, own tokens per rollout; 0 is allowed.
         score_norms: (P, G, T) float >= 0 or None: squared score norm w of each own token, already multiplied by
             rho^2 under importance sampling; 0 at t >= lengths, as `OwnTokens.pack` leaves it.
         token_returns: (P, G, T) float or None: reward to go per own token; None = the terminal reward everywhere.
         sequence_norms: (P, G) float >= 0 or None: exact squared norm of the rollout's score, ||sum_t s_t||^2, over all
-            trainable parameters; with rho_t s_t in the place of s_t under importance sampling.
-        prefix_norms: (P, G, T) float >= 0 or None: exact ||sum_{j<=t} s_j||^2; like `energy` it keeps its last value
+            trainable parameters; under importance sampling rho_t s_t replaces s_t.
+        prefix_norms: (P, G, T) float >= 0 or None: exact ||sum_{j<=t} s_j||^2; like `energy`, it keeps its last value
             after the last own token.
         reduced: name -> tensor (P, G, ...): the rows that the baseline's `reduce` returned for each rollout.
-        totals: name -> tensor of any shape: the totals that it returned, summed over the rollouts of all processes.
+        totals: name -> tensor of any shape: the totals that `reduce` returned, summed over the rollouts of all
+            processes.
 
     Raises:
-        ValueError: a shape does not fit.
+        ValueError: a shape does not match the others.
     """
 
     rewards: Tensor
@@ -87,7 +87,7 @@ class RolloutGroups(MeasuredOnRequest):
 
     @cached_property
     def tokens(self) -> int:
-        """T, the width of the own-token axis; 1 where no field has one."""
+        """T, the width of the own-token axis; 1 if no field has such an axis."""
         for per_token in (self.score_norms, self.prefix_norms, self.token_returns):
             if per_token is not None:
                 return per_token.shape[2]
@@ -130,7 +130,7 @@ class RolloutGroups(MeasuredOnRequest):
 
     @cached_property
     def energy(self) -> Tensor:
-        """(P, G, T): realized energy W_t = sum_{j<=t} w_j; it keeps its last value after the last own token."""
+        """(P, G, T): realized energy W_t = sum_{j<=t} w_j; after the last own token it keeps its last value."""
         return self.required("score_norms").cumsum(-1)
 
 
@@ -138,16 +138,16 @@ class RolloutGroups(MeasuredOnRequest):
 class TokenStates(MeasuredOnRequest):
     """One micro-batch of the policy's forward, packed to own tokens; a baseline's `reduce` reads it.
 
-    Hidden states are too large to be kept for a whole batch, so that `reduce` sees them micro-batch by micro-batch.
+    Hidden states of a whole batch are too large to keep, so `reduce` gets them one micro-batch at a time.
 
     Args:
         own: (B, T) bool: the rollout reaches its t-th own token.
-        hidden_states: (B, T, d) float, detached: the final hidden state, after the last norm, that predicts own token
-            t, which is what the LM head reads; 0 past the last own token.
+        hidden_states: (B, T, d) float, detached: the final hidden state that predicts own token t, after the last norm,
+            as the LM head reads it; 0 past the last own token.
         log_probs, log_sum_sq_probs: (B, T) float: log pi of the own token and log sum pi^2 over the vocabulary, at the
             sampling temperature.
-        score_norms: (B, T) float >= 0 or None: w, times rho^2 under importance sampling; None where not declared.
-        scored: (B,) bool or None: False for a rollout without reward, which leaves every sum; None = all scored.
+        score_norms: (B, T) float >= 0 or None: w, times rho^2 under importance sampling; None if not declared.
+        scored: (B,) bool or None: False for a rollout without reward, which no sum includes; None = all scored.
     """
 
     own: Tensor
@@ -169,9 +169,9 @@ class TokenStates(MeasuredOnRequest):
 
 
 def joined(chunks: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenates tensors along their first dimension; dimension `dim`, where they have it, may differ.
+    """Concatenates tensors along their first dimension, after padding dimension `dim` with 0 to the widest.
 
-    It is padded with 0 to the widest. Chunks (n_k, ...) -> (sum of n_k, ...).
+    Tensors without a dimension `dim` are only concatenated. Chunks (n_k, ...) -> (sum of n_k, ...).
     """
     if chunks[0].dim() <= dim:
         return torch.cat(list(chunks))
@@ -193,13 +193,13 @@ class OwnTokens:
         self.width = int(self.lengths.max()) if len(response_mask) else 0
         t = torch.arange(self.width, device=response_mask.device, dtype=torch.int32)
         self.own = t < self.lengths.unsqueeze(-1)  # (B, T)
-        # Without gaps the packed layout is a prefix of the padded one and nothing has to move. The comparison is one of
-        # bytes, because comparing bools is ten times slower on a CPU.
+        # Without gaps the packed layout is a prefix of the padded one and nothing has to move. Bytes are compared,
+        # because comparing bools is ten times slower on a CPU.
         within = response_mask[:, : self.width].contiguous()
         self._unbroken = not (within.view(torch.uint8) ^ self.own.view(torch.uint8)).any()
 
     def pack(self, values: Tensor) -> Tensor:
-        """Returns the own tokens' values, first own token first, 0 after the last. (B, C) -> (B, T); (B, C, d) too."""
+        """Returns the own tokens' values, left-aligned, then 0. (B, C) or (B, C, d) -> (B, T) or (B, T, d)."""
         own, mask = (self.own, self.mask) if values.dim() == 2 else (self.own.unsqueeze(-1), self.mask.unsqueeze(-1))
         if self._unbroken:
             return torch.where(own, values[:, : self.width], 0.0)
@@ -207,7 +207,7 @@ class OwnTokens:
         return packed.masked_scatter_(own, values.masked_select(mask))
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Returns packed values at their positions, 0 elsewhere. (B, T), 0 past the last own token -> (B, C)."""
+        """Returns packed values at their padded positions, 0 elsewhere. (B, T), 0 past the last own token -> (B, C)."""
         if self._unbroken:
             padding = self.mask.shape[1] - self.width
             return torch.nn.functional.pad(packed, (0, padding)) if padding else packed

@@ -1,7 +1,7 @@
 """Computes squared score norms from forward probabilities alone: the logit-gradient proxy of the paper.
 
-Called by MeasuringTrainer on the log-probabilities and log sum pi^2 that TRL's fused LM head returns, and by the
-conformance check.
+The trainer calls it with the log-probabilities and log sum pi^2 that TRL's fused LM head returns; the variance
+laboratory and the conformance check call it too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def logit_gradient_proxy(log_probs: Tensor, log_sum_sq_probs: Tensor) -> Tensor:
     """Returns w = 1 - 2 pi + sum pi^2 = ||e_y - pi||^2, the squared norm of d log pi(y) / d logits; in [0, 2].
 
     log_probs, log_sum_sq_probs (...), natural logarithms at the sampling temperature -> (...), float32 at least.
-    Written as (1 - pi)^2 + (sum pi^2 - pi^2): both terms are non-negative, while the literal form cancels to small
-    negative numbers near pi = 1 and would throw a weighted mean out of its range (docs/choices.md).
+    It is computed as (1 - pi)^2 + (sum pi^2 - pi^2), where both terms are non-negative. The literal form cancels to
+    small negative numbers near pi = 1, which would push a weighted mean out of its range (docs/choices.md).
     """
-    log_probs = log_probs if log_probs.dtype == torch.float64 else log_probs.float()  # bf16 has 8 bits: not enough
+    log_probs = log_probs if log_probs.dtype == torch.float64 else log_probs.float()  # the 8 bits of bf16 are too few
     others = log_sum_sq_probs.to(log_probs.dtype).exp() - (2 * log_probs).exp()  # sum over v != y of pi_v^2
     return log_probs.expm1().square() + others.clamp(min=0)

@@ -1,6 +1,6 @@
-"""Refuses options of a class that are out of range, before anything loads: the value, the rule and one to try.
+"""Refuses options that are out of range before anything loads; its errors name the value, the rule and one to try.
 
-Imports no torch: the command line checks a configuration with it before the first heavy import.
+Imports no torch, because the command line checks a configuration with it before the first heavy import.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """Says what a number must be.
+    """A rule that a number must obey.
 
     Attributes:
         words: the rule in words, for the message.
-        obeyed: tells whether a number obeys it.
-        example: a number that does, to be tried.
+        obeyed: returns whether a number obeys it.
+        example: a number that obeys it, for the message.
         whole: whether it must be a whole number.
         optional: whether None is allowed too.
     """
@@ -35,7 +35,7 @@ class Rule(NamedTuple):
 
 
 def refuse_out_of_range(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Raises ValueError for the first value that breaks its rule. values: of each name in `rules`, and of others."""
+    """Raises ValueError for the first value that breaks its rule. `values` needs every name in `rules`."""
     for name, rule in rules.items():
         value = values[name]
         if value is None and rule.optional:
@@ -54,8 +54,8 @@ def refuse_unknown(name: str, value: Any, choices: Sequence[str]) -> None:
 def refuse_arguments(function: Callable) -> None:
     """Raises ValueError for named arguments of a functools.partial that its function does not take.
 
-    By its signature alone, so that a misspelt one does not wait for the first batch. What has no signature that can be
-    read, as a builtin, passes.
+    It reads the signature only, so a misspelt argument is found before the first batch. A function without a readable
+    signature, such as a builtin, passes.
     """
     if not isinstance(function, partial):
         return
@@ -71,7 +71,7 @@ def refuse_arguments(function: Callable) -> None:
                 refuse_unknown(argument, value, choices)
         elif not open_ended:
             own = ", ".join(list(taken)[1:]) or "none"
-            raise ValueError(f"{argument}={value} is no argument of {name}. It has: {own}.")
+            raise ValueError(f"{argument}={value} is not an argument of {name}, which takes: {own}.")
 
 
 def literal_choices(function: Callable, argument: str) -> tuple[Any, ...]:
@@ -87,5 +87,5 @@ def literal_choices(function: Callable, argument: str) -> tuple[Any, ...]:
 
 
 def is_positive(value: float) -> bool:
-    """Tells whether a number is above 0 and finite."""
+    """Returns whether a number is above 0 and finite."""
     return 0 < value < math.inf

@@ -1,1 +1,1 @@
-"""Sweeps on SLURM: submit.py sends them, job.py runs one run, status.py shows where they stand. Imports no torch."""
+"""Sweeps on SLURM: submit.py submits them, job.py watches one run, status.py shows their states. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Asks SLURM by its own commands, squeue and scontrol, without accounting. All of slurm/ uses it."""
+"""Asks SLURM with its own commands, squeue and scontrol, without accounting. All of slurm/ uses it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from experiments.sweeps.jobs import load_job
 from experiments.sweeps.state import Queued
 
 SECONDS_PER_COMMAND = 60
-PATIENCE_SECONDS = 600.0  # for a controller that is being restarted
+PATIENCE_SECONDS = 600.0  # a controller may be restarting
 
 
 def queued_runs(folder: Path) -> tuple[dict[str, Queued], set[str]] | None:
-    """Returns the queued runs of this sweep and of those beside it, by directory, and the SLURM_JOB_ID of all jobs.
+    """Returns {run directory: queued run} of this and neighbouring sweeps, and the SLURM_JOB_ID of all jobs.
 
-    None where SLURM cannot be asked. A job array bears the name FOLDER.SUBMISSION, and submissions/SUBMISSION.json was
-    written before it was sent, so that this holds whatever became of the submitting process.
+    None if SLURM does not answer. A job array is named FOLDER.SUBMISSION, and submissions/SUBMISSION.json was written
+    before the array was submitted, so the result is right even if the submitting process was killed.
     """
     form = "%A|%F|%K|%T|%r|%j"
     try:
-        owner = folder.stat().st_uid  # other users may ask about a sweep too
+        owner = folder.stat().st_uid  # another user may be asking
         listed = command("squeue", f"--user={owner}", "--noheader", "--array", f"--format={form}")
     except (OSError, subprocess.SubprocessError):
         return None
@@ -43,7 +43,7 @@ def queued_runs(folder: Path) -> tuple[dict[str, Queued], set[str]] | None:
 
 
 def job_facts(job: str) -> dict[str, str]:
-    """Returns JobState, EndTime, ... of a job; {} where SLURM does not know it."""
+    """Returns JobState, EndTime, ... of a job; {} if SLURM does not know it."""
     try:
         line = command("scontrol", "show", "job", "--oneliner", job)
     except (OSError, subprocess.SubprocessError):
@@ -52,7 +52,7 @@ def job_facts(job: str) -> dict[str, str]:
 
 
 def end_time(facts: dict[str, str]) -> float | None:
-    """Returns when SLURM will end the job, in seconds since the epoch; None where there is no limit."""
+    """Returns when SLURM will end the job, in seconds since the epoch; None if there is no limit."""
     try:
         return datetime.fromisoformat(facts.get("EndTime", "")).timestamp()
     except ValueError:
@@ -60,7 +60,7 @@ def end_time(facts: dict[str, str]) -> float | None:
 
 
 def requeue(job: str) -> None:
-    """Puts a job back into the queue, as soon as a controller answers. Raises subprocess.SubprocessError."""
+    """Puts a job back into the queue as soon as the controller answers. Raises subprocess.SubprocessError."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -73,6 +73,6 @@ def requeue(job: str) -> None:
 
 
 def command(*words: str) -> str:
-    """Returns what a command prints. Raises OSError, subprocess.SubprocessError."""
+    """Returns the output of a command. Raises OSError, subprocess.SubprocessError."""
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=SECONDS_PER_COMMAND)
     return done.stdout

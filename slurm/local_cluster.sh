@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A real SLURM on this machine, of one node, for tests and for trying sweeps out: munged, slurmctld, slurmd, CPUs as the
-# resource, partition `main` and partition `urgent`, whose jobs preempt those of `main`. It touches no SLURM that this
-# machine may already have: own configuration, key, sockets, ports and state, all below one folder.
+# A real SLURM with one node on this machine, for tests and for trying out sweeps: munged, slurmctld and slurmd, with
+# CPUs as the resource. Jobs of partition `urgent` preempt jobs of partition `main`. It does not touch another SLURM on
+# this machine: its configuration, key, sockets, ports and state are its own, all below one folder.
 #
-#   slurm/local_cluster.sh start [FOLDER]      # default: ~/.cache/otb/slurm; prints the line that points a shell at it
+#   slurm/local_cluster.sh start [FOLDER]      # default: ~/.cache/otb/slurm; prints the export line for a shell
 #   slurm/local_cluster.sh stop [FOLDER]
 #   slurm/local_cluster.sh restart-controller [FOLDER]
 #
-# Needs the packages slurm-wlm and munge. OTB_CLUSTER_CPUS=N offers N CPUs a node instead of those that there are,
-# OTB_CLUSTER_NODES=2 two nodes, both of them this machine.
+# Needs the packages slurm-wlm and munge. OTB_CLUSTER_CPUS=N offers N CPUs per node instead of the real number,
+# OTB_CLUSTER_NODES=2 offers two nodes, both on this machine.
 set -euo pipefail
 command=${1:-}
 folder=$(realpath -m "${2:-${XDG_CACHE_HOME:-$HOME/.cache}/otb/slurm}")
@@ -19,13 +19,13 @@ PATH=$PATH:/usr/sbin:/sbin
 
 die() { echo "local_cluster.sh: $*" >&2; exit 1; }
 
-free_ports() { # as many as asked for, free at this moment
+free_ports() { # prints $1 ports that are free at this moment
   python3 -c "import socket, sys
 sockets = [socket.create_server(('127.0.0.1', 0)) for _ in range(int(sys.argv[1]))]
 print(*(s.getsockname()[1] for s in sockets))" "$1"
 }
 
-alive() { # a zombie is not: the first process of a container seldom asks how others ended
+alive() { # a zombie counts as dead: the first process of a container seldom reaps others
   [ -e "/proc/$1" ] && ! grep -q '^State:.Z' "/proc/$1/status" 2>/dev/null
 }
 
@@ -41,7 +41,7 @@ end() { # SIGTERM, then SIGKILL after a minute
   kill -9 "$pid"
 }
 
-end_jobs() { # what outlived the daemons would keep the node from coming back
+end_jobs() { # jobs that outlive the daemons would keep the node from restarting
   scancel --user="$(id -un)" 2> /dev/null || true
   for _ in $(seq 300); do
     [ -n "$(squeue --noheader 2> /dev/null)" ] || return 0
@@ -52,7 +52,7 @@ end_jobs() { # what outlived the daemons would keep the node from coming back
 write_configuration() {
   local host user ports cpus memory number
   host=$(hostname -s) user=$(id -un) ports=($(free_ports $((nodes + 1))))
-  cpus=${OTB_CLUSTER_CPUS:-$(env -u OMP_NUM_THREADS nproc)} # nproc prints OMP_NUM_THREADS where it is set
+  cpus=${OTB_CLUSTER_CPUS:-$(env -u OMP_NUM_THREADS nproc)} # nproc prints OMP_NUM_THREADS if it is set
   memory=$(awk '/MemTotal/ {print int($2 / 1024)}' /proc/meminfo)
   cat > "$SLURM_CONF" <<END
 ClusterName=otb
@@ -83,14 +83,14 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 ReturnToService=2
-# generous, so that a busy machine has the time to write a checkpoint; whoever is done sooner is not waited for
+# generous, so that a busy machine has time to write a checkpoint; SLURM does not wait for jobs that end sooner
 KillWait=120
 MessageTimeout=60
 MinJobAge=60
 OverTimeLimit=0
 MaxArraySize=2001
 MaxJobCount=10000
-# job ids give the ports of runs of several processes: two clusters on one machine must not begin alike
+# ports of runs with several processes depend on job ids, so two clusters on one machine must start with different ids
 FirstJobId=$((100 * (ports[0] % 190) + 1))
 SlurmdParameters=config_overrides
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
@@ -117,14 +117,14 @@ wait_until_idle() {
     sleep 0.2
   done
   tail -n 20 "$folder"/slurmctld.log "$folder"/slurmd-*.log >&2
-  die "not every node came up within 5 minutes; the ends of the logs in $folder are above."
+  die "not every node started within 5 minutes; the ends of the logs in $folder are above."
 }
 
 start() {
   for program in munged slurmctld slurmd sinfo; do
     command -v "$program" > /dev/null || die "$program is not installed. Run: apt-get install slurm-wlm munge"
   done
-  [ ${#folder} -le 90 ] || die "$folder is too long for a socket's path (90 characters). Give a shorter FOLDER."
+  [ ${#folder} -le 90 ] || die "$folder is too long for the path of a socket (90 characters). Give a shorter FOLDER."
   running slurmctld && die "a cluster runs in $folder already. Run: export SLURM_CONF=$SLURM_CONF"
   mkdir -p "$folder/state"
   chmod 755 "$folder"
@@ -149,5 +149,5 @@ case $command in
     slurmctld
     wait_until_idle
     ;;
-  *) die "'$command' is none of start, stop, restart-controller." ;;
+  *) die "'$command' is not one of start, stop, restart-controller." ;;
 esac

@@ -1,4 +1,4 @@
-"""Starts one process of a run inside srun and tells it which of them it is: python -m slurm.rank SCRIPT ARGUMENTS."""
+"""Starts one process of a run inside srun and tells it its rank: python -m slurm.rank SCRIPT ARGUMENTS."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    if int(os.environ["SLURM_NTASKS"]) > 1:  # by the names that torch.distributed reads; slurm/job.py gave the address
+    if int(os.environ["SLURM_NTASKS"]) > 1:  # variables of torch.distributed; slurm/job.py has set the address
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]

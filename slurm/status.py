@@ -36,8 +36,8 @@ def main() -> int:
         "folder", type=Path, help="of a sweep, as its command printed it; or of all runs: lists the sweeps"
     )
     parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="refresh; 5 s by default")
-    parser.add_argument("--failed", action="store_true", help="the ends of the logs of runs that failed")
-    parser.add_argument("--resubmit", action="store_true", help="send what failed, is missing or stale, as it was sent")
+    parser.add_argument("--failed", action="store_true", help="show the ends of the logs of failed runs")
+    parser.add_argument("--resubmit", action="store_true", help="submit what did not end well again")
     options = parser.parse_args()
     try:
         if sweeps := sweeps_in(options.folder):
@@ -84,18 +84,18 @@ def exit_code(states: list[RunState]) -> int:
 
 
 def table(states: list[RunState], note: str) -> Group:
-    """Returns the table of the runs with a line of counts, and the note, below it."""
+    """Returns the table of the runs with a line below it for the counts and the note."""
     return Group(state_table(states), Text("  ".join(filter(None, [counts(states), note]))))
 
 
 def console() -> Console:
-    """Returns a console as wide as the terminal; in a file or pipe wide enough for the names of runs."""
+    """Returns a console as wide as the terminal; for a file or pipe, one wide enough for the names of runs."""
     plain = Console()
     return plain if plain.is_terminal else Console(width=160)
 
 
 def watch(folder: Path, seconds: float) -> int:
-    """Shows the table until nothing is queued or running any more. Returns the exit code."""
+    """Shows the table until nothing is queued or running. Returns the exit code."""
     with Live(console=console(), auto_refresh=False) as live:
         while True:
             states, note = states_of(folder, load_jobs(folder))
@@ -106,7 +106,7 @@ def watch(folder: Path, seconds: float) -> int:
 
 
 def print_logs(folder: Path, jobs: list[Job], states: list[RunState]) -> None:
-    """Prints the last lines of every log of the runs that failed, are stale or missing."""
+    """Prints the last lines of every log of the failed, stale and missing runs."""
     for job, state in zip(jobs, states, strict=True):
         if state.state not in TO_RESUBMIT:
             continue
@@ -118,10 +118,10 @@ def print_logs(folder: Path, jobs: list[Job], states: list[RunState]) -> None:
 
 
 def resubmit(folder: Path) -> None:
-    """Sends what failed, with the code and the options that it was sent with. Raises RunError."""
+    """Submits failed runs again, with the same code and options. Raises RunError."""
     from slurm.submit import resend
 
-    load_jobs(folder)  # a folder that holds no sweep gets no lock
+    load_jobs(folder)  # raises for a folder without a sweep, before it gets a lock
     with FileLock(folder / ".submitting.lock"):
         jobs = load_jobs(folder)
         states = certain_states(folder, jobs)
@@ -130,8 +130,9 @@ def resubmit(folder: Path) -> None:
         for job in failed:
             if not job.submission:
                 why = job.error or "its sweep ran on one machine"
-                print(f"{job.number}: never sent to SLURM: {why}. Give the sweep's own command again.", file=sys.stderr)
-        print(f"{len(to_send)} runs sent as job {', '.join(resend(folder, to_send))}" if to_send else "nothing to send")
+                print(f"{job.number}: never submitted: {why}. Run the sweep's own command again.", file=sys.stderr)
+        sent = f"{len(to_send)} runs submitted as job {', '.join(resend(folder, to_send))}" if to_send else ""
+        print(sent or "nothing to submit")
 
 
 if __name__ == "__main__":

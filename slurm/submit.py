@@ -1,7 +1,7 @@
-"""Sends the runs of a sweep to SLURM as job arrays. hydra/launcher=slurm calls it. Imports no torch.
+"""Submits the runs of a sweep to SLURM as job arrays. hydra/launcher=slurm calls it. Imports no torch.
 
-submitit writes the sbatch file and sends it. What runs in the job is `python -m slurm.job`, not a pickled function: all
-that a job reads is on disk before sbatch is called, so that whatever becomes of this process changes nothing.
+submitit writes the sbatch file and submits it. The job runs `python -m slurm.job`, not a pickled function, and
+everything that it reads is on disk before sbatch is called. It therefore does not matter what happens to this process.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ from slurm.states import certain_states, states_of
 
 NOT_OF_SBATCH = ("wait", "max_restarts", "max_num_timeout", "container", "srun_args", "submitit_folder")
 LARGEST_ARRAY = 1000  # SLURM's own default of MaxArraySize is 1001
-SECONDS_BETWEEN_LOOKS = 5.0
+POLL_SECONDS = 5.0
 
 
 def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequence[str]], options: dict) -> None:
-    """Sends what is neither done nor queued nor running; waits for the end unless wait=false.
+    """Submits all runs that are not done, queued or running; waits for their end unless wait=false.
 
-    Raises RunError for a sweep that cannot be; exits with CRASHED where some of its runs were refused and it does not
-    wait for the others.
+    Raises RunError for an invalid sweep; with wait=false, exits with CRASHED if some of its runs were refused.
     """
     jobs = plan(loader, sweep, job_overrides, options["nodes"] * options["tasks_per_node"], here=False)
     folder = folder_of(sweep)
-    with FileLock(folder / ".submitting.lock"):  # the same command twice at a time sends the runs once
+    with FileLock(folder / ".submitting.lock"):  # two equal commands at a time submit the runs once
         known = adopt(folder, jobs)
         finished = set() if sweep.overwrite else {"done"}
         states = dict(zip((job.number for job in jobs), certain_states(folder, jobs), strict=True))
         over = [job for job in jobs if states[job.number].over]
         refused = [job for job in jobs if job.error is not None]
         to_send = [job for job in over if job.error is None and states[job.number].state not in finished]
-        for job in refused if not options["wait"] else ():  # else the table says so
+        for job in refused if not options["wait"] else ():  # otherwise the table shows them
             print(f"{job.number}: refused: {job.error}", file=sys.stderr)
-        # The file of a run that is queued or running belongs to its job, even where today's code refuses the run.
+        # The file of a queued or running run belongs to its job, even if the current code refuses the run.
         refused_now = [job for job in over if job.error]
         new = [job for job in jobs if job.number not in known and job not in refused_now + to_send]
         save_jobs(folder, refused_now + new)
@@ -58,23 +57,23 @@ def launch(loader: ConfigLoader, sweep: DictConfig, job_overrides: Sequence[Sequ
         if to_send:
             code = str(take_snapshot(folder / ".code"))
             facts = {"options": options, "code": code, "python": sys.executable, "directory": os.getcwd()}
-            facts["sweep"] = secrets.token_hex(8)  # the same where `resend` sends them again
+            facts["sweep"] = secrets.token_hex(8)  # `resend` keeps it
             ids = send(folder, to_send, facts)
     print(
-        f"{len(to_send)} of {len(jobs)} runs sent" + (f" as job {', '.join(ids)}" if ids else "")
-        + f", {len(refused)} refused, {len(jobs) - len(to_send) - len(refused)} done, queued or running before. "
-        f"Where they stand: python -m slurm.status {os.path.relpath(folder)}"
+        f"{len(to_send)} of {len(jobs)} runs submitted" + (f" as job {', '.join(ids)}" if ids else "")
+        + f", {len(refused)} refused, {len(jobs) - len(to_send) - len(refused)} already done, queued or running. "
+        f"To see their states: python -m slurm.status {os.path.relpath(folder)}"
     )  # fmt: skip
     if options["wait"]:
-        wait(folder)  # the table and the exit code come after it
+        wait(folder)  # the launcher then prints the table and sets the exit code
     elif refused:
         sys.exit(CRASHED)
 
 
 def adopt(folder: Path, jobs: list[Job]) -> set[int]:
-    """Takes over what the job files of an earlier submission say. Returns the numbers of the jobs that have one.
+    """Takes over the job files of an earlier submission, and returns the numbers of the jobs that have one.
 
-    It may have been killed before it wrote all of them. Raises RunError where they are of another sweep.
+    A submission that was killed may have written only some. Raises RunError if they belong to another sweep.
     """
     earlier = earlier_jobs(folder, jobs)
     for before in earlier:
@@ -83,7 +82,7 @@ def adopt(folder: Path, jobs: list[Job]) -> set[int]:
 
 
 def resend(folder: Path, jobs: list[Job]) -> list[str]:
-    """Sends runs as they were sent before. Returns the ids of the job arrays."""
+    """Submits runs again, unchanged. Returns the ids of the job arrays."""
     ids = []
     for token in sorted({job.submission for job in jobs}):
         submission = json.loads((folder / "submissions" / f"{token}.json").read_text(encoding="utf8"))
@@ -92,7 +91,7 @@ def resend(folder: Path, jobs: list[Job]) -> list[str]:
 
 
 def send(folder: Path, jobs: list[Job], submission: dict) -> list[str]:
-    """Sends runs as job arrays and returns their ids. submission: options, code, python, directory of the jobs."""
+    """Submits runs as job arrays and returns their ids. submission: options, code, python, directory of the jobs."""
     ids = []
     (folder / "submissions").mkdir(exist_ok=True)
     for start in range(0, len(jobs), LARGEST_ARRAY):
@@ -101,10 +100,10 @@ def send(folder: Path, jobs: list[Job], submission: dict) -> list[str]:
         submission = submission | {"numbers": [job.number for job in part]}
         for job in part:
             job.submission, job.job = token, None
-            # `starts` stays: what was sent before goes on, whatever overwrite= says
+            # `starts` stays: a run that was submitted before resumes, even with overwrite=true
             job.error, job.timeouts, job.kills, job.kills_at = None, 0, 0, -1
         file = folder / "submissions" / f"{token}.json"
-        write_atomically(file, json.dumps(submission, indent=1) + "\n")  # first: no job file names what is not there
+        write_atomically(file, json.dumps(submission, indent=1) + "\n")  # written before the job files that refer to it
         save_jobs(folder, part)
         ids.append(sbatch(folder, token, submission))
         write_atomically(file, json.dumps(submission | {"array": ids[-1]}, indent=1) + "\n")  # helps to find the logs
@@ -112,15 +111,15 @@ def send(folder: Path, jobs: list[Job], submission: dict) -> list[str]:
 
 
 def sbatch(folder: Path, token: str, submission: dict) -> str:
-    """Sends one job array and returns its id. Raises RunError where SLURM refuses it or there is none."""
+    """Submits one job array and returns its id. Raises RunError if SLURM refuses it or is not installed."""
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     options, code = submission["options"], submission["code"]
     path = os.pathsep.join(filter(None, [code, os.getenv("PYTHONPATH")]))
     setup = [*(options["setup"] or []), f"export PYTHONPATH={shlex.quote(path)} PYTHONUNBUFFERED=1", "trap : TERM USR2"]
-    # Where the process that would put its run back into the queue is killed itself, the shell does it instead.
-    # Not after SIGTERM (143), which comes when SLURM takes the job. SLURM_JOB_ID may be the id of the whole array.
+    # If slurm.job, which puts its run back into the queue, is itself killed, the shell does it instead. But not after
+    # SIGTERM (143), with which SLURM requeues or cancels. SLURM_JOB_ID may be the id of the whole array.
     again = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
     killed = '[ $code -gt 128 ] && [ $code -ne 143 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]'
     teardown = ["code=$?", f"if {killed}; then {again}; fi", "exit $code"]
@@ -131,20 +130,20 @@ def sbatch(folder: Path, token: str, submission: dict) -> str:
     words = [submission["python"], "-P", "-m", "slurm.job", str(folder), token]
     try:
         executor = SlurmExecutor(folder / "logs")
-        # Private, as its next one: the public submit() sends a pickled function instead of our words.
+        # Private methods here and below, because the public submit() submits a pickled function, not a command.
         executor.update_parameters(**executor._convert_parameters(parameters))
         executor.parameters["map_count"] = len(submission["numbers"])
         executor.folder.mkdir(exist_ok=True)
         return executor._submit_command(shlex.join(words)).job_id
     except (RuntimeError, FailedJobError, FailedSubmissionError, ValueError) as error:
         raise RunError(
-            f"SLURM did not take the jobs: {str(error).strip().splitlines()[-1]}. hydra/launcher=slurm runs where "
-            "sbatch and srun do, with what this cluster knows: partition, account, ... (slurm/README.md)."
+            f"SLURM did not accept the jobs: {str(error).strip().splitlines()[-1]}. hydra/launcher=slurm needs sbatch "
+            "and srun, and a partition, account, ... that this cluster knows (slurm/README.md)."
         ) from error
 
 
 def wait(folder: Path) -> None:
-    """Waits until nothing of the sweep is queued or running. Ctrl-C ends the waiting, not the jobs."""
+    """Waits until no run of the sweep is queued or running. Ctrl-C ends the waiting, not the jobs."""
     try:
         with SweepDisplay() as display:
             while True:
@@ -152,9 +151,9 @@ def wait(folder: Path) -> None:
                 display.show(states)
                 if all(state.over for state in states):
                     break
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        print("\nno longer waiting; the jobs stay in the queue (scancel ends them)", file=sys.stderr)
+        print("\nno longer waiting; the jobs stay in the queue (scancel removes them)", file=sys.stderr)
         sys.exit(STOPPED_FROM_KEYBOARD)
     for job, state in zip(load_jobs(folder), states, strict=True):
         if state.state != "done" and job.error is None:

@@ -96,27 +96,11 @@ def tokenizer():
     return build_tokenizer()
 
 
-@pytest.fixture
-def untrained(tokenizer, tmp_path):
-    """A fresh untrained tiny policy loaded from a folder, the same weights in every test.
-
-    Every tenth token ends a response, so that responses have different lengths without any training.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from otb.policies.tiny_policy import build_model
-
-    model = build_model(tokenizer, seed=0)
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(0, len(tokenizer), 10)]
-    model.save_pretrained(tmp_path / "policy")
-    return AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-
-
 @pytest.fixture(scope="session")
 def policy(tokenizer, tmp_path_factory) -> Path:
     """Folder of an untrained tiny policy with its tokenizer, for runs of the real command (model.name=FOLDER).
 
-    Every tenth token ends a response, as in `untrained`.
+    Every tenth token ends a response: responses have different lengths without any training.
     """
     from otb.policies.tiny_policy import build_model
 
@@ -126,6 +110,14 @@ def policy(tokenizer, tmp_path_factory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def untrained(policy):
+    """A fresh copy of `policy`, the same weights in every test."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(policy)
 
 
 @pytest.fixture(scope="module")

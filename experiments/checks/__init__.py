@@ -26,7 +26,7 @@ from experiments.checks.target import check_target
 from experiments.checks.trainer import check_parallel_trainer, check_trainer
 from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
 from experiments.planning.fit import check_card
-from experiments.planning.step import SAMPLES_HERE
+from experiments.planning.memory import SAMPLES_HERE
 from experiments.running.build import build, is_off
 from experiments.running.hardware import (
     check_gpus,

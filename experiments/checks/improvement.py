@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from omegaconf import DictConfig
 
-from experiments.planning.step import SAMPLES_HERE
+from experiments.planning.memory import SAMPLES_HERE
 from otb.errors import RunError
 from otb.training.options import refuse_improvement
 

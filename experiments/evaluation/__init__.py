@@ -1,1 +1,1 @@
-"""Evaluates policies apart from their training, for experiments/evaluate.py."""
+"""Evaluates policies outside of training, for experiments/evaluate.py."""

@@ -1,4 +1,4 @@
-"""What an evaluation shows at its end: a row per policy and task, and of a run its peak beside its end."""
+"""Prints the results of an evaluation: a row per policy and task, and for a run its peak and final accuracy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.evaluation.policies_of import Plan
 
 
 def report(plan: Plan) -> None:
-    """Prints what there is of the plan's evaluations, those of checkpoints that are gone by now included."""
+    """Prints the plan's complete evaluations, including evaluations of deleted checkpoints."""
     k, found = plan.cfg.k, []
     for task in plan.configurations:
         folder = plan.folder_of_all(task)
@@ -35,7 +35,7 @@ def report(plan: Plan) -> None:
 
 
 def results_table(found: list[dict]) -> Table:
-    """Returns the table of results with a row per evaluation. found: results.json of each."""
+    """Returns the table of results, with a row per evaluation. found: results.json of each evaluation."""
     k = found[0]["k"]
     columns = {"avg_at_k": f"avg@{k}", "pass_at_k": f"pass@{k}", "maj_at_k": f"maj@{k}", "truncated": "truncated"}
     columns |= {"cut_by_turns": "cut by turns", "right_and_ended": "right, ended", "right_not_ended": "right, cut"}
@@ -55,12 +55,12 @@ def results_table(found: list[dict]) -> Table:
 
 
 def worth_a_column(name: str, rows: dict) -> bool:
-    """Tells whether a measure has a column; shares of what happens rarely have one where it happened."""
+    """Returns whether a measure has a column; rare events have one only if they occurred."""
     return name not in ("unscored", "cut_by_turns") or rows[name]["estimate"] > 0
 
 
 def cell(name: str, row: dict) -> str:
-    """Returns an estimate as text, with its interval; shares of samples that are no result by themselves go without."""
+    """Returns an estimate as text, with an interval for the accuracies."""
     if row["estimate"] is None:
         return "unknown"
     if name == "own_tokens":
@@ -71,7 +71,7 @@ def cell(name: str, row: dict) -> str:
 
 
 def peak_table(found: list[EvaluationFolder], k: int) -> Table:
-    """Returns peak and final accuracy of a run, per task. found: evaluations of its checkpoints."""
+    """Returns a table of a run's peak and final accuracy per task. found: evaluations of its checkpoints."""
     by_task: dict[str, dict[int, NDArray]] = {}
     for folder in found:
         results = folder.results()
@@ -82,9 +82,10 @@ def peak_table(found: list[EvaluationFolder], k: int) -> Table:
 def peaks(by_task: dict[str, dict[int, NDArray]], k: int, of: str) -> Table:
     """Returns a table of peak and final accuracy per task.
 
-    by_task: task -> step -> (problems, k) of 1, 0 or NaN. of: what there is one of per step.
+    by_task: task -> step -> (problems, k) of 1, 0 or NaN. of: title of the column that counts the steps, such as
+    "checkpoints".
     """
-    table = Table(title=f"avg@{k} of the run: a peak is the largest of several noisy numbers, and so too high")
+    table = Table(title=f"avg@{k} of the run: a peak is too high, because it is the largest of several noisy numbers")
     for column in ("task", of, "final (step)", "peak (step)", "peak without its luck", "sampling error"):
         table.add_column(column)
     for task, right in by_task.items():
@@ -100,7 +101,7 @@ def peaks(by_task: dict[str, dict[int, NDArray]], k: int, of: str) -> Table:
             "" if math.isnan(error) else f"{error:.3f}",
         )
     table.caption = (
-        "peak without its luck: the step is chosen by one half of the samples and measured on the other; "
-        "sampling error: the standard error that sampling alone leaves on one of these numbers"
+        "peak without its luck: one half of the samples selects the step, the other half measures it; "
+        "sampling error: the standard error of one of these numbers from sampling alone"
     )
     return table

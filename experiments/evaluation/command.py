@@ -1,4 +1,4 @@
-"""From the command line of experiments/evaluate.py to its plan. Imports no torch.
+"""Turns the command line of experiments/evaluate.py into a plan. Imports no torch.
 
 Every refusal is a RunError with the value, the rule and the fix, before the first heavy import.
 """
@@ -29,9 +29,9 @@ OF_A_RUN = ("task", "model", "temperature", "trainer", "steps")  # keys in the c
 
 
 def plan(cfg: DictConfig, overrides: list[str], task: str, processes: int = 1) -> Plan:
-    """Returns what is to be evaluated; raises RunError for what cannot be evaluated as written.
+    """Returns the plan of an evaluation; raises RunError for a command that cannot be carried out.
 
-    overrides: of the command line. task: the choice of conf/task in `cfg`. processes: how many share the work.
+    overrides: from the command line. task: the choice of conf/task in `cfg`. processes: the number that share the work.
     """
     given = {override.lstrip("+").split("=", 1)[0] for override in overrides}
     check_whole_numbers(cfg, {"k": 1, "seed": 0, "rollouts_per_batch": 1})
@@ -65,24 +65,24 @@ def plan(cfg: DictConfig, overrides: list[str], task: str, processes: int = 1) -
 
 
 def recorded_configuration(run: RunDirectory) -> DictConfig:
-    """Returns the configuration that a run wrote; raises RunError where the folder is no run directory."""
+    """Returns the configuration that a run wrote; raises RunError if the folder is not a run directory."""
     recorded = OmegaConf.load(run.config_file) if run.config_file.is_file() else {}
     if not all(key in recorded for key in OF_A_RUN):
-        what = "is not a folder" if not run.path.is_dir() else "holds no config.yaml of a run"
+        what = "is not a folder" if not run.path.is_dir() else "has no run's config.yaml"
         raise RunError(f"run={run.path} {what}. Give a run directory, such as runs/arithmetic-tiny/otb-n4-seed0.")
     return recorded
 
 
 def of_run(recorded: DictConfig) -> dict:
-    """Returns what a run decides unless the command line does: its model, and how its tokens were drawn in training."""
+    """Returns the values that a run sets unless the command line does: model, temperature and sampling options."""
     sampling = {f"trainer.{key}": recorded.trainer[key] for key in SAMPLING if key in recorded.trainer}
     return {"model": recorded.model, "temperature": recorded.temperature} | sampling
 
 
 def limits_of_run(recorded: DictConfig, cfg: DictConfig) -> dict:
-    """Returns the limits of a response for the task of `cfg`: those of the run's own task, as in its training.
+    """Returns the run's limits of a response, for the task of `cfg`. Limits that this task does not take are left out.
 
-    So a policy that was trained with Python has it here, too. Limits that the task does not take are left out.
+    A policy that was trained with Python therefore has it in its evaluation too.
     """
     taken = inspect.signature(get_object(cfg.task._target_)).parameters
     limits = {key: recorded.task.get(key) for key in LIMITS}
@@ -90,7 +90,7 @@ def limits_of_run(recorded: DictConfig, cfg: DictConfig) -> dict:
 
 
 def with_values(cfg: DictConfig, values: dict, given: set[str]) -> DictConfig:
-    """Returns a copy of the configuration with other values, but not for keys that the command line sets (`given`)."""
+    """Returns a copy of the configuration with these values, except for keys that the command line sets (`given`)."""
     changed, typed = cfg.copy(), OmegaConf.to_container(cfg, resolve=False)
     with open_dict(changed):
         for key, value in values.items():
@@ -107,30 +107,30 @@ def with_values(cfg: DictConfig, values: dict, given: set[str]) -> DictConfig:
 
 
 def task_names(cfg: DictConfig, given: set[str]) -> list[str] | None:
-    """Returns the names in `tasks`, each once; None where it is not set. Raises RunError for a name that is no task."""
+    """Returns the names in `tasks`, each once; None if it is not set. Raises RunError for an unknown task."""
     if cfg.tasks is None:
         return None
     if "task" in given:
-        raise RunError(f"tasks={list(cfg.tasks)} and task= are both set; one of them names the tasks. Leave one out.")
+        raise RunError(f"tasks={list(cfg.tasks)} and task= are both set; only one may name the tasks. Leave one out.")
     names = OmegaConf.to_container(cfg)["tasks"]
     names = names if isinstance(names, list) else [names]
     known = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
     for name in names:
         if name not in known:
-            raise RunError(f"tasks: {name} is no task.{near_miss(name, known)} Known: {', '.join(known)}.")
+            raise RunError(f"tasks: {name} is not a task.{near_miss(name, known)} Known: {', '.join(known)}.")
     if not names:
-        raise RunError("tasks=[] names no task. Try tasks=[math500].")
+        raise RunError("tasks=[] must name a task. Try tasks=[math500].")
     return list(dict.fromkeys(names))
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def check_policies(cfg: DictConfig, given: set[str]) -> None:
-    """Raises RunError where it is not clear which weights are meant, or where they are not there."""
+    """Raises RunError if it is not clear which weights are meant, or if they do not exist."""
     if cfg.watch and cfg.run is None:
         raise RunError(
-            "watch=true waits for the checkpoints of a run, and run is not set. Add run=RUN, a run directory."
+            "watch=true waits for the checkpoints of a run, but run is not set. Add run=RUN, a run directory."
         )
     if cfg.checkpoint is not None and not Path(str(cfg.checkpoint)).expanduser().is_dir():
         raise RunError(f"checkpoint={cfg.checkpoint} is not a folder. Give RUN/checkpoints/step-XXXXXXXX.")
@@ -138,14 +138,15 @@ def check_policies(cfg: DictConfig, given: set[str]) -> None:
         return
     if cfg.checkpoint is not None:
         raise RunError(
-            f"run={cfg.run} and checkpoint={cfg.checkpoint}: a run means all its checkpoints. Leave one out."
+            f"run={cfg.run} and checkpoint={cfg.checkpoint} are both set; a run means all its checkpoints. "
+            "Leave one out."
         )
     if models := sorted(key for key in given if key == "model" or key.startswith("model.")):
-        raise RunError(f"{models[0]} is set, and the model of run={cfg.run} is the run's own. Leave one of them out.")
+        raise RunError(f"{models[0]} is set, but run={cfg.run} has its own model. Leave one of them out.")
 
 
 def check_task(cfg: DictConfig) -> None:
-    """Raises RunError for a task, model or sandbox that cannot be, or a task without evaluation rows."""
+    """Raises RunError for an invalid task, model or sandbox, or a task without evaluation rows."""
     checks.check_policy_and_task(cfg)
     task = build(cfg, "task")
     if getattr(task, "evaluation", None) is None and getattr(task, "eval_split", task) is None:
@@ -156,32 +157,32 @@ def check_task(cfg: DictConfig) -> None:
 
 
 def check_files(wanted: Plan) -> None:
-    """Raises RunError where rows or model are not there; reads none of them."""
+    """Raises RunError if rows or model do not exist; reads neither."""
     for cfg in wanted.configurations.values():
         check_sources(getattr(build(cfg, "task"), "evaluation_sources", list)())
         check_model_is_here(cfg)
 
 
 def check_sampling(configurations: dict[str, DictConfig], processes: int) -> None:
-    """Raises RunError for sampling options that cannot be, and for processes that cannot share the work."""
+    """Raises RunError for invalid sampling options, and for processes that cannot share the work."""
     cfg = next(iter(configurations.values()))
     if not isinstance(cfg.trainer.top_p, int | float) or not 0 < cfg.trainer.top_p <= 1:
         raise RunError(f"trainer.top_p={cfg.trainer.top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
     checks.check_parallel_and_sampler(cfg)
     if cfg.parallel.name != "ddp":
         raise RunError(
-            f"parallel={cfg.parallel.name} divides what is trained, and nothing is trained here. Leave it out; "
-            "rollouts_by.tensor_parallel=2 lets two GPUs share a policy that is too large for one."
+            f"parallel={cfg.parallel.name} divides training, but nothing is trained here. Leave it out; with "
+            "rollouts_by.tensor_parallel=2, two GPUs share a policy that is too large for one."
         )
     if cfg.rollouts_by.get("rows") is not None:
         rows = cfg.rollouts_by.rows
-        raise RunError(f"rollouts_by.rows={rows} cuts the batches of a training step. Use rollouts_per_batch={rows}.")
+        raise RunError(f"rollouts_by.rows={rows} divides batches of training steps. Use rollouts_per_batch={rows}.")
     check_this_machine(cfg)
     for one in configurations.values():
         check_processes(one, processes)
     if cfg.rollouts_by.name != "hf" and len({uses_tools(one) for one in configurations.values()}) > 1:
         raise RunError(
-            f"tasks={list(configurations)} are with and without Python, and each kind needs a vLLM of its own. Give "
-            "them in two commands."
+            f"tasks={list(configurations)} mixes tasks with and without Python, and each kind needs its own vLLM. Use "
+            "one command for each kind."
         )
     wait_for_server(cfg)

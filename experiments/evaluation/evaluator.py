@@ -1,8 +1,8 @@
-"""Draws, grades and keeps the samples of evaluations; called by experiments/evaluate.py with a checked plan.
+"""Draws, grades and keeps the samples of evaluations; experiments/evaluate.py calls it with a checked plan.
 
-Samples are drawn in fixed batches (`folder.Batches`), each from a random state that follows from the seed, the task and
-the batch alone. So a batch that a kill cut short is drawn again as it was, and several processes, which take batches in
-turn, draw what one process draws.
+Samples are drawn in fixed batches (`folder.Batches`). The random state of a batch depends only on the seed, the task
+and the batch's number. So a batch that a kill cut short is drawn again unchanged, and several processes, which take
+turns, draw the same samples as one.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from otb.policies.models import model_facts
 from otb.sandbox import Sandbox
 from otb.training.trainer import OTBConfig
 
-POLL_SECONDS = 2.0  # between two looks for new checkpoints; far less than any timeout of the other processes
+POLL_SECONDS = 2.0  # between searches for new checkpoints; far less than any timeout of the other processes
 
 
 def evaluate(plan: Plan, sandbox: Sandbox | None) -> None:
-    """Brings every evaluation of the plan to k samples per problem; with `watch`, until the run is over.
+    """Completes every evaluation of the plan to k samples per problem; with `watch`, until the run is over.
 
-    sandbox: of tasks with tools. Raises RunError for bad data, a bad model, or a folder that another process writes.
+    sandbox: for tasks with tools. Raises RunError for bad data, a bad model, or a folder that another process writes.
     """
     quiet_libraries()
     with EvaluationProgress(0, quiet=int(os.environ.get("RANK", 0)) > 0) as progress:
         evaluator = Evaluator(plan, sandbox, progress)
         told = False
         while True:
-            over = agreed(not plan.cfg.watch or plan.run_is_over())  # asked before the look, so that none is missed
+            over = agreed(not plan.cfg.watch or plan.run_is_over())  # before the search, so no checkpoint is missed
             worked = evaluator.evaluate_all(agreed(plan.checkpoints()))
             if over:
                 return
@@ -62,15 +62,15 @@ def evaluate(plan: Plan, sandbox: Sandbox | None) -> None:
 
 
 def agreed(value):
-    """Returns what the first process says: files change between the looks of two processes."""
+    """Returns the first process's value to all processes, since files may change between their reads."""
     return broadcast_object_list([value])[0]
 
 
 class EvaluationProgress(Progress):
-    """Progress over the batches of one evaluation after the other."""
+    """Shows progress over the batches of successive evaluations."""
 
     def batch(self, name: str, done: int, total: int, rows: list[dict]) -> None:
-        """Shows that `done` of `total` batches are there. rows: the samples of the last ones."""
+        """Shows that `done` of `total` batches are complete. rows: the newest samples."""
         right, scored = sum(row["reward"] == 1 for row in rows), sum(row["reward"] is not None for row in rows)
         self._advance(name, done, total, f"right {right} of the last {scored}")
 
@@ -78,12 +78,12 @@ class EvaluationProgress(Progress):
 class Evaluator:
     """Evaluates policies of one architecture on the tasks of a plan.
 
-    Raises RunError where the rows of a task, the tokenizer and the limits do not fit, before any weights are read.
+    Raises RunError if a task's rows, the tokenizer and the limits do not fit together, before any weights are read.
     """
 
     def __init__(self, plan: Plan, sandbox: Sandbox | None, progress: EvaluationProgress):
         self.plan, self.progress = plan, progress
-        cfg = next(iter(plan.configurations.values()))  # they have one model
+        cfg = next(iter(plan.configurations.values()))  # they share one model
         make_weights_folder(cfg, progress.warm_start)
         self.tokenizer, model_config = described(cfg)
         use_threads(plan.cfg.threads, model_config)
@@ -91,7 +91,7 @@ class Evaluator:
             name: task_inputs(one, sandbox, self.tokenizer, model_config) for name, one in plan.configurations.items()
         }
         options = trainer_options(list(self.inputs.values()), self.tokenizer.eos_token_id)
-        self.arguments = OTBConfig(**options)  # starts the process group, too
+        self.arguments = OTBConfig(**options)  # also starts the process group
         progress.note(emulated_bfloat16(cfg.model.dtype, self.arguments.use_cpu))
         self.is_main = self.arguments.process_index == 0
         self.policies = Policies(progress.warm_start)
@@ -100,8 +100,8 @@ class Evaluator:
     def evaluate_all(self, checkpoints: list[Checkpoint]) -> bool:
         """Evaluates these policies on all tasks; returns whether there was anything to do.
 
-        A checkpoint of a run is held meanwhile, as the run keeps only its last and its best; one that the run removes
-        before is left out.
+        A run keeps only its last and best checkpoints, so a checkpoint is held during its evaluation. A checkpoint that
+        the run has already removed is skipped.
         """
         worked, k = False, self.plan.cfg.k
         for checkpoint in checkpoints:
@@ -113,7 +113,7 @@ class Evaluator:
                 held = self.plan.held(checkpoint.step)
                 path = agreed(hold(checkpoint.path, held, RESUME_FILES) if self.is_main else None)
                 if path is None:
-                    self.progress.note(f"step {checkpoint.step}: left out, as the run has removed this checkpoint")
+                    self.progress.note(f"step {checkpoint.step}: skipped, because the run has removed this checkpoint")
                     continue
             for task in pending:
                 self.evaluate(task, checkpoint, path)
@@ -123,9 +123,9 @@ class Evaluator:
         return worked
 
     def evaluate(self, name: str, checkpoint: Checkpoint, weights: Path | None) -> None:
-        """Draws what is missing of one policy's samples on the task `name`, and writes its results.
+        """Draws the missing samples of one policy on the task `name`, and writes its results.
 
-        weights: the checkpoint's folder, or where it is held; None for the model itself.
+        weights: the folder of the checkpoint, or of its held copy; None for the model itself.
         """
         inputs, k = self.inputs[name], self.plan.cfg.k
         folder = self.plan.folder(name, checkpoint)
@@ -142,12 +142,12 @@ class Evaluator:
             if self.is_main:
                 drawn = max(first, batches.count(k)) // batches.in_round * batches.samples
                 folder.write_results(k, drawn, self._facts(name, checkpoint))
-        agreed(None)  # the others go on when the results are there
+        agreed(None)  # the other processes wait for the results
 
     # ---- samples
 
     def _trainer(self, inputs: Inputs, weights: Path | None) -> SamplingTrainer:
-        """Returns what samples, with these weights in its model and the limits of the task."""
+        """Returns the sampling trainer, with these weights in its model and the limits of the task."""
         recorded = self.plan.recorded
         task = inputs.task if recorded is None else build(recorded, "task")
         if self.policies.load(inputs.cfg, task, weights):
@@ -173,17 +173,17 @@ class Evaluator:
         return self._trainers[with_tools]
 
     def _draw(self, trainer, folder: EvaluationFolder, inputs: Inputs, batches: Batches, first: int, lock) -> None:
-        """Draws the batches from `first` on, as many at a time as there are copies of the policy."""
+        """Draws the batches from `first` on, one per copy of the policy at a time."""
         total, label = batches.count(self.plan.cfg.k), f"{folder.path.parent.name}/{folder.path.name}"
         worker, part = divmod(self.arguments.process_index, self._parts)
         workers = self.arguments.world_size // self._parts
         for start in range(first, total, workers):
-            # Processes sample together, so that one without a batch draws the last one once more, for nothing.
+            # Processes must sample together, so a process without a batch draws the last batch again, in vain.
             samples = self._batch(trainer, inputs, batches, min(start + worker, total - 1), part)
             rows = gather_object(samples if start + worker < total else [])
             if self.is_main:
                 if not lock.held():
-                    raise RunError(f"{folder.path} was taken over by another process; this one stops here.")
+                    raise RunError(f"{folder.path} was taken over by another process, so this process stops.")
                 folder.append(rows)
                 self.progress.batch(label, min(start + workers, total), total, rows)
 
@@ -200,7 +200,7 @@ class Evaluator:
         options = self.arguments
         return options.vllm_tensor_parallel_size if options.use_vllm and options.vllm_mode == "colocate" else 1
 
-    # ---- what is written beside the samples
+    # ---- records of the evaluation
 
     def _note_start(self, folder: EvaluationFolder, inputs: Inputs, checkpoint: Checkpoint) -> None:
         """Writes config.yaml and environment.json."""
@@ -210,18 +210,18 @@ class Evaluator:
         if self.policies.base is not None:
             facts["model_base"] = model_facts(self.policies.base, revision)
         if checkpoint.step is not None:
-            facts["model"] = str(checkpoint.path)  # not where it is held meanwhile
+            facts["model"] = str(checkpoint.path)  # not the held copy
         command = ["python", "experiments/evaluate.py", *(argument.lstrip("+") for argument in sys.argv[1:])]
         write_atomically(folder.record.environment_file, describe(command, folder.record, facts))
 
     def _facts(self, name: str, checkpoint: Checkpoint) -> dict:
-        """Returns what results.json says beside the measures."""
+        """Returns the entries of results.json other than the measures."""
         inputs = self.inputs[name]
         facts = {"task": name, "policy": self.plan.name, "step": checkpoint.step, "problems": len(inputs.rows)}
         return facts | {"temperature": inputs.cfg.temperature, "seed": inputs.cfg.seed}
 
 
 def begin(folder: EvaluationFolder, inputs: Inputs, batches: Batches) -> int:
-    """Makes the folder one to go on in; returns how many complete batches it holds."""
+    """Prepares the folder for more samples; returns the number of complete batches in it."""
     folder.keep_problems(inputs.rows)
     return folder.resume(batches)

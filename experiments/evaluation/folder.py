@@ -1,11 +1,11 @@
-"""The folder of one evaluation, one policy on one task: fixed batches, samples that survive a kill, results.
+"""The folder of one policy's evaluation on one task: fixed batches, samples that survive a kill, results.
 
-evaluations/TASK/POLICY-DIGEST/ (for a checkpoint of a run evaluations/TASK/RUN-DIGEST/step-00000040/) holds
-  config.yaml, environment.json   what was evaluated, and on what
+evaluations/TASK/POLICY-DIGEST/ (for a run's checkpoint, evaluations/TASK/RUN-DIGEST/step-00000040/) holds
+  config.yaml, environment.json   what was evaluated, and on which machine
   problems.jsonl                  a row per problem: prompt and reference
   samples.jsonl                   a row per sample
-  results.json, results.csv       measures of analysis/evaluations.py, once all samples are there
-Imports no torch: a finished evaluation is shown within a second.
+  results.json, results.csv       measures of analysis/evaluations.py, once all samples are drawn
+Imports no torch, so a finished evaluation is shown within a second.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from otb.errors import RunError, unwritable
 from otb.files import sync_file, write_atomically
 from otb.records import RunDirectory, read_rows, write_rows
 
-SAMPLES_TOGETHER = 4  # of a problem in one batch, where k is a multiple of it
+SAMPLES_TOGETHER = 4  # samples of a problem in one batch, if k is a multiple of 4
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches in which samples are drawn. Which samples a batch holds depends on nothing that was done before.
+    """The batches in which samples are drawn. A batch always holds the same samples, whatever was drawn before.
 
     A round takes the next `samples` samples of every problem, problem by problem, in batches of equal size. Larger k
-    only adds rounds, so that evaluations of k = 4, 8, ... share their samples.
+    only adds rounds, so evaluations with k = 4, 8, ... share their samples.
 
-    problems: of the task. samples: of each problem in a round. rollouts: in a batch, at most. parts: into which every
-    batch can be cut, for processes that share one copy of the policy.
+    problems: of the task. samples: per problem in a round. rollouts: the most in a batch. parts: the number of equal
+    parts of every batch, one per process that shares a copy of the policy.
     """
 
     problems: int
@@ -43,7 +43,7 @@ class Batches:
 
     @property
     def size(self) -> int:
-        """Rollouts of every batch; a last batch that is smaller is filled up with a repeated sample."""
+        """Rollouts of every batch; a smaller last batch is filled up with a repeated sample."""
         rows = self.problems * self.samples
         return math.ceil(rows / math.ceil(rows / self.rollouts) / self.parts) * self.parts
 
@@ -63,9 +63,9 @@ class Batches:
         return [(row // self.samples, round_ * self.samples + row % self.samples) for row in range(first, last)]
 
     def drawn_by(self, batch: int, part: int) -> tuple[list[tuple[int, int]], int]:
-        """Returns what the process number `part` of those that share a batch draws, and how many of it count.
+        """Returns the pairs that process `part` of a batch draws, and how many of them count.
 
-        Of a batch that is smaller than `size` the rest is filled up, so that all processes draw equally many.
+        A batch smaller than `size` is filled up, so all processes draw the same number.
         """
         pairs, share = self.pairs(batch), self.size // self.parts
         filled = pairs + pairs[:1] * (self.size - len(pairs))
@@ -74,12 +74,12 @@ class Batches:
 
 
 def samples_together(k: int) -> int:
-    """Returns how many samples of a problem stand in one batch: 4, 2 or 1, a divisor of k."""
+    """Returns how many samples of a problem one batch holds: the largest of 4, 2 and 1 that divides k."""
     return math.gcd(k, SAMPLES_TOGETHER)
 
 
 def batch_seed(seed: int, task: str, batch: int) -> int:
-    """Returns the seed of torch's generator for one batch: of `seed`, the task and the batch alone, below 2 ** 63."""
+    """Returns the seed of torch's generator for one batch, below 2 ** 63; it depends only on the arguments."""
     return int.from_bytes(hashlib.sha256(f"{seed} {task} {batch}".encode()).digest()[:8]) >> 1
 
 
@@ -88,7 +88,7 @@ class EvaluationFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.record = RunDirectory(self.path)  # how rows are appended, and environment.json
+        self.record = RunDirectory(self.path)  # appends rows, and knows environment.json
         self.config_file = self.path / "config.yaml"
         self.problems_file = self.path / "problems.jsonl"
         self.samples_file = self.path / "samples.jsonl"
@@ -96,42 +96,42 @@ class EvaluationFolder:
         self.table_file = self.path / "results.csv"
 
     def results(self) -> dict:
-        """Returns results.json; {} where the evaluation is not complete."""
+        """Returns results.json; {} if the evaluation is not complete."""
         try:
             return json.loads(self.results_file.read_text(encoding="utf8"))
         except FileNotFoundError:
             return {}
 
     def results_of(self, k: int) -> dict:
-        """Returns the results of the first k samples; raises RunError where there are fewer."""
+        """Returns the results of the first k samples; raises RunError if there are fewer."""
         results = self.results()
         if results.get("drawn", 0) < k:
-            raise RunError(f"{self.path} holds no k={k} samples of every problem. Evaluate again with k={k}.")
+            raise RunError(f"{self.path} has fewer than k={k} samples of every problem. Evaluate again with k={k}.")
         if results["k"] != k:
             facts = {key: value for key, value in results.items() if key not in ("k", "drawn", "measures")}
             self.write_results(k, results["drawn"], facts)
         return self.results()
 
     def has(self, k: int) -> bool:
-        """Tells whether the first k samples of every problem are there."""
+        """Returns whether the first k samples of every problem have been drawn."""
         return self.results().get("drawn", 0) >= k
 
     def keep_problems(self, rows: list[dict]) -> None:
-        """Writes the problems; raises RunError where the samples that are there are of other problems."""
+        """Writes the problems; raises RunError if the folder already holds samples of other problems."""
         written = list(read_rows(self.problems_file))
         problems = [{"problem": number, **row} for number, row in enumerate(rows)]
         if written and written != json.loads(json.dumps(problems)):
             raise RunError(
-                f"{self.path} holds samples of other problems: {len(written)} rows there, {len(rows)} here, and they "
-                "differ. A folder holds one evaluation. Move it aside, or use another evaluations_dir."
+                f"{self.path} holds samples of other problems: its {len(written)} rows differ from the task's "
+                f"{len(rows)}. A folder holds one evaluation. Move it aside, or use another evaluations_dir."
             )
         if not written:
             write_rows(self.problems_file, problems)
 
     def resume(self, batches: Batches) -> int:
-        """Cuts off a batch that a kill left incomplete; returns how many complete ones there are.
+        """Cuts off a batch that a kill left incomplete; returns the number of complete batches.
 
-        Raises RunError where samples.jsonl does not hold the rows of these batches, in their order.
+        Raises RunError if samples.jsonl does not hold the rows of these batches in order.
         """
         complete, end, position = 0, 0, 0
         pending = batches.pairs(0)
@@ -160,18 +160,18 @@ class EvaluationFolder:
     def _damaged(self, line: bytes) -> RunError:
         return RunError(
             f"{self.samples_file} holds a line that is not the next sample of this evaluation: {line[:80]!r}. Restore "
-            "the file, or move the folder aside to start anew."
+            "the file, or move the folder aside to start over."
         )
 
     def append(self, rows: list[dict]) -> None:
-        """Appends samples, each in one piece, and waits until they are on the disk."""
+        """Appends samples, each of them completely or not at all, and waits until they are on the disk."""
         for row in rows:
             self.record.append(self.samples_file, row)
         sync_file(self.samples_file)
 
     def write_results(self, k: int, drawn: int, facts: dict) -> None:
-        """Writes the measures of the first k samples. drawn: samples there are of every problem."""
-        from analysis.evaluations import measures, read_samples  # scipy: a second
+        """Writes the measures of the first k samples. drawn: samples of every problem so far."""
+        from analysis.evaluations import measures, read_samples  # importing scipy takes a second
 
         table = measures(read_samples(self.path, k), k)
         write_atomically(self.table_file, table.to_csv(index=False))
@@ -181,9 +181,9 @@ class EvaluationFolder:
 
 
 def hold(checkpoint: Path, held: Path, left_out: tuple[str, ...]) -> Path | None:
-    """Keeps the files of a checkpoint in the folder `held`, which no run prunes; None where it is gone already.
+    """Copies a checkpoint to `held`, which no run prunes, and returns it; None if the checkpoint no longer exists.
 
-    Hard links cost no space; on another file system the files are copied. left_out: patterns of files not needed.
+    Hard links cost no space; on another file system the files are copied. left_out: patterns of unneeded files.
     """
     if held.exists():
         return held

@@ -1,4 +1,4 @@
-"""What the samples of a task are drawn and graded with; checked before any weights are read."""
+"""Builds and checks everything that sampling and grading a task needs, before any weights are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from otb.tasks import Task
 class Inputs(NamedTuple):
     """A task with its evaluation rows.
 
-    environment: makes that of one rollout, None for a single-turn task. longest_prompt: in tokens, at the most.
+    environment: makes the environment of one rollout, None for a single-turn task. longest_prompt: upper bound in
+    tokens.
     """
 
     cfg: DictConfig
@@ -36,7 +37,7 @@ class Inputs(NamedTuple):
 
 
 def task_inputs(cfg: DictConfig, sandbox: Sandbox | None, tokenizer, model_config) -> Inputs:
-    """Returns the inputs of the task in `cfg`; raises RunError where rows, tokenizer and limits do not fit."""
+    """Returns the inputs of the task in `cfg`; raises RunError if rows, tokenizer and limits do not fit together."""
     task = build(cfg, "task")
     try:
         dataset = task.eval_dataset()
@@ -51,5 +52,5 @@ def task_inputs(cfg: DictConfig, sandbox: Sandbox | None, tokenizer, model_confi
 
 
 def data_facts(inputs: Inputs) -> dict:
-    """Returns where the rows come from, for environment.json."""
+    """Returns the origin of the rows, for environment.json."""
     return {"eval": evaluation_facts(inputs.task, inputs.rows)}

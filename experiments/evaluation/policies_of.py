@@ -1,4 +1,4 @@
-"""What a command of experiments/evaluate.py evaluates: which policies, on which tasks, in which folders. No torch."""
+"""Says which policies experiments/evaluate.py evaluates, on which tasks and in which folders. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from experiments.running.build import uses_tools
 from experiments.running.identity import kept_keys, of_sandbox, weights_digest
 from otb.records import RunDirectory
 
-OF_A_SAMPLE = ("name", "tensor_parallel")  # keys of `rollouts_by` on which a sample depends
-OF_TRAINING = ("learning_rate", "rollouts_per_forward", "lora")  # keys of `model` on which none depends
+OF_A_SAMPLE = ("name", "tensor_parallel")  # keys of `rollouts_by` that affect samples
+OF_TRAINING = ("learning_rate", "rollouts_per_forward", "lora")  # keys of `model` that do not affect samples
 RUN_IS_OVER = ("finished", "failed")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights to evaluate: those in the folder `path`, or with None the model itself. step: of a run's checkpoint."""
+    """Weights to evaluate, in the folder `path`, or the model itself if None. step: the step of a run's checkpoint."""
 
     path: Path | None = None
     step: int | None = None
@@ -33,10 +33,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command evaluates.
+    """The policies and tasks that a command evaluates.
 
-    cfg: the command's configuration. configurations: task name -> the configuration with this task, and with model and
-    sampling of the run where there is one. recorded: the run's own configuration. run: whose checkpoints are evaluated.
+    cfg: the command's configuration. configurations: task name -> the configuration with this task, and with the run's
+    model and sampling options if there is a run. run: the run whose checkpoints are evaluated. recorded: its own
+    configuration.
     """
 
     cfg: DictConfig
@@ -47,14 +48,14 @@ class Plan:
     # ---- policies
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Returns the policies there are now; of a run also those that an interrupted evaluation holds."""
+        """Returns the policies that exist now, including checkpoints that an interrupted evaluation holds."""
         if self.run is None:
             return [Checkpoint(None if self.cfg.checkpoint is None else Path(self.cfg.checkpoint).expanduser())]
         held = [int(path.name.removeprefix("step-")) for path in self.held(0).parent.glob("step-*")]
         return [Checkpoint(self.run.checkpoint(step), step) for step in sorted({*self.run.checkpoint_steps(), *held})]
 
     def run_is_over(self) -> bool:
-        """Tells whether the run will write no further checkpoint."""
+        """Returns whether the run will write no further checkpoint."""
         if self.run is None:
             return True
         status = self.run.status()
@@ -62,7 +63,7 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        """Returns what people call the policy: the name of its run, of its checkpoint or of its model."""
+        """The policy's name for people: the name of its run, its checkpoint or its model."""
         if self.run is not None:
             path = self.run.path.resolve()
             return f"{path.parent.name}-{path.name}"
@@ -73,7 +74,7 @@ class Plan:
 
     @cached_property
     def weights(self) -> dict:
-        """Returns what tells a policy from others of its name, as the same path may hold another one tomorrow."""
+        """Facts that distinguish policies with the same name: a path may hold another policy tomorrow."""
         if self.run is not None:
             return {"run": first_start(self.run)}
         found = weights_digest(self.cfg.model, self.cfg.checkpoint)
@@ -82,18 +83,18 @@ class Plan:
     # ---- folders
 
     def folder(self, task: str, checkpoint: Checkpoint) -> EvaluationFolder:
-        """Returns where the samples of one policy on one task are."""
+        """Returns the folder for the samples of one policy on one task."""
         path = self.folder_of_all(task)
         return EvaluationFolder(path if checkpoint.step is None else path / f"step-{checkpoint.step:08d}")
 
     def folder_of_all(self, task: str) -> Path:
-        """Returns evaluations_dir/TASK/POLICY-DIGEST; the digest is of everything that a sample depends on."""
+        """Returns evaluations_dir/TASK/POLICY-DIGEST, with a digest of everything that samples depend on."""
         name = re.sub(r"[^\w=.,+-]+", "_", self.name)[:100].strip("_")
         identity = self.identity(self.configurations[task])
         return Path(self.cfg.evaluations_dir).expanduser() / task / f"{name}-{digest(identity)}"
 
     def identity(self, cfg: DictConfig) -> dict:
-        """Returns everything that the samples of an evaluation depend on; k is not among it."""
+        """Returns everything that the samples of an evaluation depend on, which does not include k."""
         config = OmegaConf.to_container(cfg, resolve=True)
         config |= {group: kept_keys(config, group) for group in ("task", "model")}
         kept = {key: config[key] for key in ("task", "temperature", "seed", "rollouts_per_batch")}
@@ -106,37 +107,37 @@ class Plan:
         return kept | self.weights
 
     def held(self, step: int) -> Path:
-        """Returns where a checkpoint of the run is kept until it is evaluated."""
+        """Returns the folder that keeps a checkpoint of the run until it is evaluated."""
         command = digest([str(self.folder_of_all(task)) for task in self.configurations])
         return Path(self.cfg.evaluations_dir).expanduser() / ".held" / command / f"step-{step:08d}"
 
     def release(self) -> None:
-        """Removes what is held of the run's checkpoints; called when all of them are evaluated."""
+        """Removes the held checkpoints of the run; called when all have been evaluated."""
         if self.run is not None:
             shutil.rmtree(self.held(0).parent, ignore_errors=True)
-            with suppress(OSError):  # another command may hold a checkpoint, too
+            with suppress(OSError):  # another command may also hold a checkpoint
                 self.held(0).parents[1].rmdir()
 
     # ---- work
 
     def pending(self) -> bool:
-        """Tells whether a sample is missing."""
+        """Returns whether a sample is missing."""
         pairs = ((task, checkpoint) for checkpoint in self.checkpoints() for task in self.configurations)
         return not all(self.folder(*pair).has(self.cfg.k) for pair in pairs)
 
     def with_tools(self) -> DictConfig:
-        """Returns the configuration by which the sandbox is opened: of a task with tools, where there is one."""
+        """Returns the configuration for opening the sandbox: the first with tools, if there is one."""
         configurations = list(self.configurations.values())
         return next((cfg for cfg in configurations if uses_tools(cfg)), configurations[0])
 
 
 def digest(facts) -> str:
-    """Returns eight hexadecimal digits of anything that JSON can hold."""
+    """Returns a hash of anything that JSON can hold, eight hexadecimal digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def first_start(run: RunDirectory) -> dict:
-    """Returns when and where a run was started first; after overwrite=true the same folder holds another run."""
+    """Returns time and host of a run's first start: after overwrite=true the same folder holds another run."""
     name = {"name": run.path.resolve().name}
     try:
         first = json.loads(run.environment_file.read_text(encoding="utf8"))["starts"][0]

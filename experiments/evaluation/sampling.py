@@ -1,4 +1,4 @@
-"""How one batch of an evaluation is drawn and graded: by TRL's own rollout code, so that tools and vLLM are served."""
+"""Draws and grades one batch of an evaluation with TRL's own rollout code, which supports tools and vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from otb.training.trainer import OTBTrainer
 
 
 class Response(NamedTuple):
-    """One sampled response. ending: "end" (the policy's own), "length" or "turns" (a limit's)."""
+    """One sampled response. ending: "end" if the policy ended it, "length" or "turns" if a limit did."""
 
     messages: list[dict]
     ids: list[int]
@@ -25,7 +25,7 @@ class Response(NamedTuple):
 
 
 class Generated(Method):
-    """Keeps what TRL's last generation returned."""
+    """Keeps the result of TRL's last generation."""
 
     def around_generation(self, make, prompts):
         self.last = make(prompts)
@@ -33,14 +33,14 @@ class Generated(Method):
 
 
 class SamplingTrainer(OTBTrainer):
-    """An OTBTrainer that only samples: batches of prompts, each from its own random state."""
+    """An OTBTrainer that only samples batches of prompts, each from its own random state."""
 
     def __init__(self, *args, **kwargs):
         self.generated = Generated()
         super().__init__(*args, methods=[self.generated], **kwargs)
 
     def use_limits_of(self, task) -> None:
-        """From now on responses have the limits of this task."""
+        """Applies the limits of this task to all further responses."""
         self.max_completion_length = task.max_completion_length
         if self.use_vllm:
             self.vllm_generation.max_completion_length = task.max_completion_length
@@ -50,13 +50,13 @@ class SamplingTrainer(OTBTrainer):
             self.max_tool_calling_iterations = task.max_turns - 1  # the last turn can only answer
 
     def weights_changed(self) -> None:
-        """Makes vLLM, which has its own copy of the weights, take them again before it samples."""
+        """Makes vLLM, which has its own copy of the weights, reload them before it samples."""
         self._last_loaded_step = -1
 
     def responses(self, rows: list[dict], seed: int) -> list[Response]:
-        """Samples a response to the prompt of each row; the same for the same rows, seed and weights."""
+        """Samples a response to the prompt of each row; equal rows, seed and weights give equal responses."""
         if self.use_vllm and self.vllm_mode == "colocate":
-            self.vllm_generation.llm.reset_prefix_cache()  # a cached prefix rounds otherwise than a computed one
+            self.vllm_generation.llm.reset_prefix_cache()  # cached prefixes have other rounding errors
         with isolated_random_state(seed), torch.no_grad():
             self._generate_and_score_completions(rows)
         self._metrics["eval"].clear()
@@ -70,13 +70,13 @@ class SamplingTrainer(OTBTrainer):
 
 
 def ungraded(completions: list, **columns) -> list[float]:
-    """The reward function of SamplingTrainer, as TRL wants one; responses are graded after they are drawn."""
+    """Returns rewards of 0: TRL requires a reward function, but responses are graded after they are drawn."""
     return [0.0] * len(completions)
 
 
 def trainer_options(inputs: list[Inputs], eos_token_id: int) -> dict:
-    """Returns the fields of OTBConfig for a trainer that only samples, of all these tasks."""
-    # vLLM's context is that of the task with the longest prompt and response
+    """Returns the fields of OTBConfig for a trainer that only samples, and fits all these tasks."""
+    # vLLM's context must fit the task with the longest prompt and response
     largest = max(inputs, key=lambda one: one.longest_prompt + one.task.max_completion_length)
     cfg, tasks = largest.cfg, [one.task for one in inputs]
     turns = [task.max_turns for task in tasks if task.environment is not None]
@@ -89,12 +89,12 @@ def trainer_options(inputs: list[Inputs], eos_token_id: int) -> dict:
         "fp16": False,
         "gradient_checkpointing": False,
         "num_generations": 1,
-        "per_device_train_batch_size": cfg.rollouts_per_batch,  # how many responses vLLM samples side by side
+        "per_device_train_batch_size": cfg.rollouts_per_batch,  # responses that vLLM samples at a time
         "max_completion_length": max(task.max_completion_length for task in tasks),
         "max_tool_calling_iterations": max(turns) - 1 if turns else None,
         "temperature": cfg.temperature,
         "seed": cfg.seed,
-        "vllm_importance_sampling_correction": False,  # its forward serves the training loss alone
+        "vllm_importance_sampling_correction": False,  # only the training loss needs its forward
         "vllm_enable_sleep_mode": False,  # nothing else needs the memory
         "report_to": "none",
         "disable_tqdm": True,
@@ -109,7 +109,7 @@ def trainer_options(inputs: list[Inputs], eos_token_id: int) -> dict:
 def sample_rows(task, rows: list[dict], pairs: list[tuple[int, int]], responses: list[Response], decode) -> list[dict]:
     """Returns the rows of samples.jsonl.
 
-    rows: of the task, one per response. pairs: (problem, sample) of each response. decode: token ids -> text.
+    rows: the task's rows, one per response. pairs: (problem, sample) of each response. decode: token ids -> text.
     """
     if not pairs:
         return []
@@ -126,9 +126,9 @@ def sample_rows(task, rows: list[dict], pairs: list[tuple[int, int]], responses:
 
 
 def grades(task, completions: list, columns: dict[str, list]) -> list[dict]:
-    """Returns reward (None: not scored) per response and, as far as the task has them, outcome, answer and vote.
+    """Returns reward (None: not scored) per response and, if the task provides them, outcome, answer and vote.
 
-    vote: the extracted answer in the form in which equal answers are equal; None where there is no readable one.
+    vote: the extracted answer in a normal form, so that equal answers are equal strings; None if it is unreadable.
     """
     if hasattr(task, "grades"):
         found = task.grades(completions, columns["answer"])
@@ -150,7 +150,7 @@ def grades(task, completions: list, columns: dict[str, list]) -> list[dict]:
 
 
 def vote(answer: str | None) -> str | None:
-    """Returns the answer without what carries no value, a number as a fraction: `1/2`, `0.5` and `.50` are one vote."""
+    """Returns the normalised answer, with numbers as fractions: `1/2`, `0.5` and `.50` give the same vote."""
     if not answer:
         return None
     plain = normalised(answer)

@@ -1,4 +1,4 @@
-"""The weights of one policy after the other, in one model."""
+"""Loads the weights of successive policies into one model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from otb.tasks import Task
 
 
 class Policies:
-    """Loads policies of one architecture into `model`, each in the place of the one before.
+    """Loads policies of one architecture into `model`; each replaces the previous one.
 
-    warm_start: called with step, steps and loss where the tiny policy is trained first.
+    warm_start: called with step, steps and loss if the tiny policy must be trained first.
     """
 
     def __init__(self, warm_start: Callable[[int, int, float], None]):
         self.model = None
-        self.source: str | None = None  # folder or hub id of the weights in the model, of an adapter its own
-        self.base: str | None = None  # and of what the adapter is of; None without one
+        self.source: str | None = None  # folder or hub id of the weights in the model; for an adapter, its folder
+        self.base: str | None = None  # folder or hub id of the adapter's base; None without an adapter
         self._warm_start = warm_start
 
     def load(self, cfg: DictConfig, task: Task, checkpoint: Path | None) -> bool:
-        """Loads a checkpoint, or with None the model of `cfg` itself; returns whether the weights are others now.
+        """Loads a checkpoint, or the model of `cfg` itself if None; returns whether the weights have changed.
 
-        task: the one whose warm start the tiny policy begins from. Raises RunError where the weights cannot be loaded.
+        task: the task on which the tiny policy is warm-started. Raises RunError if the weights cannot be loaded.
         """
         base, adapter = base_and_adapter(cfg, task, checkpoint, self._warm_start)
         if (source := adapter or base) == self.source:

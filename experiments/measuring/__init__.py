@@ -1,1 +1,1 @@
-"""What experiments/variance.py measures."""
+"""Runs the variance laboratory, for experiments/variance.py."""

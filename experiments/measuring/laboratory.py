@@ -1,4 +1,4 @@
-"""The laboratory samples rollouts, measures their exact scores and compares estimators on them.
+"""Samples rollouts, measures their exact scores and compares estimators on them.
 
 experiments/variance.py calls it with a checked configuration.
 """
@@ -31,12 +31,13 @@ from otb.laboratory.scores import Measured
 from otb.policies.models import load_model
 from otb.training.options import refuse_generation
 
-REFERENCE = "energy_probe"  # unbiased, and independent of the rollouts it is measured on: its gradients are the truth
+# Its gradients estimate the true gradient: it is unbiased, and independent of the rollouts that it is measured on.
+REFERENCE = "energy_probe"
 ROLLOUTS_AT_ONCE = 512
 
 
 def laboratory(cfg: DictConfig, names: list[str], folder: Path, sandbox) -> None:
-    """Makes everything from rollouts to tables and figures in `folder`; what is there already is not measured again."""
+    """Makes everything from rollouts to tables and figures in `folder`, and measures nothing twice."""
     quiet_libraries()
     inputs = checked_inputs(cfg, sandbox)
     with Steps() as steps:
@@ -50,7 +51,7 @@ def laboratory(cfg: DictConfig, names: list[str], folder: Path, sandbox) -> None
 
 
 class Steps:
-    """Shows the progress of the work: a bar per step of it, or a line where there is no terminal."""
+    """Shows progress: a bar per stage of the work, or a line without a terminal."""
 
     def __init__(self):
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -64,18 +65,18 @@ class Steps:
         self._bars.stop()
 
     def follow(self, description: str, total: int, submitted: Iterable[Future]) -> list:
-        """Waits for the futures and returns their results, in the order of submission; raises what one of them raised.
+        """Waits for the futures and returns their results, in the order of submission; raises their errors.
 
-        total: how many results there are at the end, those of earlier commands included. Submission may take long.
+        total: number of results at the end, including those of earlier commands. Submission may take long.
         """
         bar, futures = self._bars.add_task(description, total=total), []
         for future in submitted:
             future.add_done_callback(lambda _: self._bars.advance(bar))
             futures.append(future)
         results = [future.result() for future in futures]
-        self._bars.update(bar, completed=total)  # what was there already counts as done
+        self._bars.update(bar, completed=total)  # results of earlier commands count as done
         if not self._bars.console.is_terminal:
-            print(f"{description}: {total} done, {total - len(results)} of them before", flush=True)
+            print(f"{description}: {total} done, {total - len(results)} of them earlier", flush=True)
         return results
 
     def warm_start(self, step: int, steps: int, loss: float) -> None:
@@ -86,10 +87,10 @@ class Steps:
 
 
 def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
-    """Returns a function that loads the policy in any process; a fresh LoRA adapter is drawn once, kept in `folder`.
+    """Returns a function that loads the policy in any process; a fresh LoRA adapter is drawn once and kept in `folder`.
 
-    Raises RunError where it cannot be loaded, has too many parameters for exact scores, or would be sampled otherwise
-    than from its softmax.
+    Raises RunError if the policy cannot be loaded, has too many parameters for exact scores, or would not be sampled
+    from its softmax.
     """
     checkpoint = None if cfg.checkpoint is None else Path(cfg.checkpoint).expanduser().resolve()
     base, adapter = base_and_adapter(cfg, task, checkpoint, steps.warm_start)
@@ -111,11 +112,11 @@ def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
 
 
 class Measurements:
-    """Makes the files of measured prompts. One bears its final name when it is whole: a killed command goes on.
+    """Makes the files of measured prompts. Only complete files get their final name, so a killed command can resume.
 
     judged: files of the prompts with exact scores, on which estimators are compared.
     fit: files of other prompts, for baselines that learn.
-    bounds: the oracle's file of each judged prompt, None where it has none.
+    bounds: the oracle's file of each judged prompt, None without one.
     """
 
     def __init__(self, cfg: DictConfig, inputs: Inputs, load: Callable, folder: Path, pool, steps: Steps):
@@ -124,12 +125,12 @@ class Measurements:
         self._folder = folder
         (folder / "prompts").mkdir(exist_ok=True)
         rows = list(inputs.rows.train)
-        # At both ends of the dataset, so that another number of either leaves the files of the rest as they are.
+        # From both ends of the dataset, so that a change of one number does not affect the other's files.
         fit = rows[::-1][: cfg.fit_steps * cfg.prompts_per_step]
         if len(fit) + cfg.prompts > len(rows):
             raise RunError(
                 f"prompts={cfg.prompts} and fit_steps={cfg.fit_steps} x prompts_per_step={cfg.prompts_per_step} need "
-                f"{len(fit) + cfg.prompts} prompts; the task has {len(rows)}. Try fit_steps=5."
+                f"{len(fit) + cfg.prompts} prompts, but the task has {len(rows)}. Try fit_steps=5."
             )
         judged, bounded = rows[: cfg.prompts], rows[: min(cfg.oracle.prompts, cfg.prompts)]
         steps.follow("exact scores", len(judged), self._measured("judged", judged, cfg.samples))
@@ -151,10 +152,10 @@ class Measurements:
     def _measured(self, kind: str, rows: list[dict], samples: int) -> Iterator[Future]:
         """Samples the prompts that have no file yet and hands their rollouts to the pool.
 
-        kind: "judged", one prompt at a time, whose exact scores are measured; or "fit".
+        kind: "judged" samples one prompt at a time and measures exact scores; "fit" does neither.
         """
         at_once = 1 if kind == "judged" else max(1, ROLLOUTS_AT_ONCE // samples)
-        for start in range(0, len(rows), at_once):  # the same prompts together whatever is missing: the same rollouts
+        for start in range(0, len(rows), at_once):  # fixed chunks always give the same rollouts
             files = [self._file(kind, i, samples) for i in range(start, min(start + at_once, len(rows)))]
             if all(file.exists() for file in files):
                 continue
@@ -166,7 +167,7 @@ class Measurements:
                 yield self._pool.submit(workers.whole_file, measure, file)
 
     def _bounded(self, rows: list[dict]) -> Iterator[Future]:
-        """Continues the first of the judged rollouts of each prompt, which are drawn once more for it."""
+        """Continues the first judged rollouts of each prompt, which are drawn again for this."""
         cfg = self._cfg
         for i, row in enumerate(rows):
             if self._bound_file(i).exists():
@@ -175,8 +176,8 @@ class Measurements:
             known = Measured.load(self._file("judged", i, cfg.samples))
             if [int(rollout.own.sum()) for rollout in drawn] != known.lengths[: len(drawn)].tolist():
                 raise RunError(
-                    f"{self._folder} was measured on a machine that draws other rollouts from the same seed, and the "
-                    "oracle must continue those. Remove the folder, or use oracle.prompts=0."
+                    f"{self._folder} was measured on a machine that draws other rollouts from the same seed, but the "
+                    "oracle must continue the measured ones. Remove the folder, or use oracle.prompts=0."
                 )
             inputs, seed = self._inputs, cfg.seed + i
             bound = partial(

@@ -1,4 +1,4 @@
-"""Shows what the laboratory measured: tables on screen and as csv, and the figures of analysis/laboratory.py."""
+"""Reports the laboratory's results: tables on screen and as csv, and the figures of analysis/laboratory.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS, MOMENTS_FILE, PROXY, TOKENS = "estimators.csv", "moments.csv", "proxy.c
 def report(rows: pd.DataFrame, prompts: list[Prompt], folder: Path) -> None:
     """Writes and prints the tables and draws the figures.
 
-    rows: moments per prompt, estimator and group size; prompts: those that have exact scores.
+    rows: moments per prompt, estimator and group size; prompts: the prompts with exact scores.
     """
     results, tokens = estimator_statistics(rows), proxy_table(prompts)
     quality = proxy_quality(tokens)
@@ -32,13 +32,13 @@ def report(rows: pd.DataFrame, prompts: list[Prompt], folder: Path) -> None:
     console = console if console.is_terminal else Console(width=140)
     for size in sorted(results.group_size.unique()):
         console.print(estimator_table(results[results.group_size == size], int(size)))
-    console.print(proxy_on_screen(quality))
+    console.print(quality_table(quality))
     files = draw_all(results, tokens, folder / "figures")
     console.print(f"figures: {', '.join(str(file) for file in files if file.suffix == '.png')}", soft_wrap=True)
 
 
 def estimator_table(results: pd.DataFrame, size: int) -> Table:
-    """Returns a table of the estimators at one group size, sorted by noise; the intervals are over prompts."""
+    """Returns a table of the estimators at one group size, sorted by noise; intervals are over prompts."""
     prompts = int(results.prompts.iloc[0])
     title = f"N = {size}: noise-to-signal relative to rloo, {prompts} prompts, 95 % intervals over prompts"
     table = Table(Column("estimator", no_wrap=True), title=title)
@@ -56,12 +56,12 @@ def estimator_table(results: pd.DataFrame, size: int) -> Table:
 
 
 def interval(low: float, high: float) -> str:
-    """Returns [low, high]; "unknown" for an interval of NaN, which rich would take for a style."""
+    """Returns "[low, high]"; "unknown" for NaN, because rich would interpret "[nan, nan]" as a style."""
     return "unknown" if math.isnan(low) else f"[{low:.2f}, {high:.2f}]"
 
 
-def proxy_on_screen(quality: pd.DataFrame) -> Table:
-    """Returns a table of how well the proxy agrees with exact norms, of tokens and of rollouts."""
+def quality_table(quality: pd.DataFrame) -> Table:
+    """Returns a table of how well the proxy agrees with exact norms, for tokens, prefixes and rollouts."""
     table = Table("proxy against exact norm of", "Spearman", "Pearson", "top 1 % share", title="the proxy")
     for row in quality.itertuples():
         shares = f"proxy {row.top_share_proxy:.2f}, exact {row.top_share_exact:.2f}"

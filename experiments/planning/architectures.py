@@ -1,7 +1,7 @@
 """Architectures of the policies that conf/model names, and their parameter counts by arithmetic, without torch.
 
-The dimensions stand in conf/architectures/*.json, under the names of transformers' config.json; a local folder has its
-own config.json. memory_parts.py and costs.py beside it count with them; tests/planning/test_plan.py compares the
+The dimensions are in conf/architectures/*.json, under the names of transformers' config.json; a local folder has its
+own config.json. memory.py and costs.py beside it count with them; tests/planning/test_plan.py compares the
 counts with the models that transformers builds.
 """
 
@@ -32,7 +32,6 @@ class Architecture:
         intermediate: width of the MLP.
         vocabulary: rows of the embedding.
         tied: whether the LM head is the embedding.
-        context: the longest sequence, in tokens.
     """
 
     model_type: str
@@ -44,7 +43,6 @@ class Architecture:
     intermediate: int
     vocabulary: int
     tied: bool
-    context: int
 
     @property
     def query_width(self) -> int:
@@ -144,5 +142,4 @@ def _from_config(config: dict, source: str) -> Architecture:
         intermediate=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         tied=config.get("tie_word_embeddings", False),
-        context=config["max_position_embeddings"],
     )

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.planning.memory_parts import kv_bytes_per_token, vllm_room
-from experiments.planning.step import Step
+from experiments.planning.memory import Step, kv_bytes_per_token, vllm_room
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,19 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments.plan import Plan, card_of, each_run, kept_rollouts, rates_of
 from experiments.planning.costs import disk, evaluation_tokens, hours, response_tokens
 from experiments.planning.fit import largest_share, why_not
-from experiments.planning.memory import PARTS, moments, peak
-from experiments.planning.memory_parts import kv_bytes_per_token, logits_avoided, vllm_room
-from experiments.planning.step import Step
+from experiments.planning.memory import (
+    PARTS,
+    Step,
+    kv_bytes_per_token,
+    logits_avoided,
+    moments,
+    needed,
+    peak,
+    vllm_room,
+)
+from experiments.planning.sizes import Plan, card_of, kept_rollouts, rates_of
 
 GB = 1e9
 GROUP_BASELINES = ("group_mean", "grpo", "rloo")
@@ -21,8 +28,8 @@ def print_plan(plans: list[Plan], assumptions: DictConfig) -> None:
     """Prints to the terminal, at its width, or to a file or pipe with 120 columns."""
     console = Console()
     console = console if console.is_terminal else Console(width=120)
-    step = max((entry.step for entry in plans), key=lambda s: sum(peak(s)[1].values()))
-    cfg = plans[0].setting.cfg
+    step = max((entry.step for entry in plans), key=needed)
+    cfg = plans[0].cfg
     lora = f", LoRA of rank {step.lora_rank}: {step.trained / 1e6:,.1f} M trained" if step.lora_rank else ""
     console.print(
         f"[bold]{cfg.model.name}[/bold]: {number(step.architecture.parameters)} parameters{lora}. "
@@ -48,20 +55,21 @@ def hour(value: float | None) -> str:
 
 def time_table(plans: list[Plan], assumptions: DictConfig) -> Table:
     """Returns a row per arm and point of the sweep: tokens and GPU-hours of one run, and of all its seeds."""
-    longest = max(len(entry.setting.label) for entry in plans)
+    longest = max(len(entry.label) for entry in plans)
     table = Table(
         *("arm", Column("setting", min_width=min(longest, 40)), "runs", "tokens sampled", "in evaluation"),
         *("sampling", "training", "evaluation", "a run", "all runs"),
         title="Tokens, and GPU-hours, of a run",
     )
     card, rates, total = card_of(assumptions), rates_of(assumptions), 0.0
-    for entry, arm, run, count in each_run(plans):
+    for entry, arm, run in [(plan, arm, run) for plan in plans for arm, run in plan.runs.items()]:
         spent, evaluated = hours(entry.step, run, card, rates), evaluation_tokens(run)
-        total = None if spent.total is None or total is None else total + spent.total * count
+        of_all = None if spent.total is None else spent.total * entry.seeds
+        total = None if of_all is None or total is None else total + of_all
         table.add_row(
-            *(arm, entry.setting.label or "-", str(count), number(response_tokens(run))),
+            *(arm, entry.label or "-", str(entry.seeds), number(response_tokens(run))),
             *("?" if evaluated is None else number(evaluated), hour(spent.sampling), hour(spent.training)),
-            *(hour(spent.evaluation), hour(spent.total), hour(None if spent.total is None else spent.total * count)),
+            *(hour(spent.evaluation), hour(spent.total), hour(of_all)),
         )
     days = "" if total is None else f" = {total / 24 / plans[0].step.processes:,.1f} days of these GPUs"
     table.caption = f"all runs: {hour(total)} GPU-hours{days}"
@@ -73,14 +81,14 @@ def claimed(plans: list[Plan], assumptions: DictConfig) -> str:
 
     To the same performance OTB would need (1 - saving) of the tokens of a group baseline, at the same tokens a step.
     """
-    uses_tools = plans[-1].setting.cfg.task.get("max_turns") is not None
+    uses_tools = plans[-1].cfg.task.get("max_turns") is not None
     saving = assumptions.claimed_saving["tools" if uses_tools else "single_turn"]
     card, rates = card_of(assumptions), rates_of(assumptions)
-    entry = max(plans, key=lambda plan: plan.step.rollouts * plan.step.processes * plan.setting.cfg.steps)
+    entry = max(plans, key=lambda plan: plan.step.rollouts * plan.step.processes * plan.cfg.steps)
     spent = {arm: hours(entry.step, run, card, rates).total for arm, run in entry.runs.items()}
     otb = next((arm for arm in spent if arm.startswith("otb")), next(iter(spent)))
     other = next((arm for arm in spent if arm in GROUP_BASELINES), otb)
-    where = f" at {entry.setting.label}" if entry.setting.label else ""
+    where = f" at {entry.label}" if entry.label else ""
     claim = f"Claimed by the paper: {saving:.0%} fewer tokens to the same performance"
     if spent[otb] is None or spent[other] is None:
         return f"{claim}; the GPU-hours of these runs are not known."
@@ -112,9 +120,8 @@ def memory_table(step: Step) -> Table:
 def facts(step: Step, assumptions: DictConfig) -> list[str]:
     """Returns lines on the fit, the logits that are never made, and the KV cache."""
     reserve = assumptions.reserve_gb * GB
-    needed = sum(peak(step)[1].values()) / GB
     reason = why_not(step, reserve)
-    fit = f"It fits: {needed:.1f} GB of {step.card / GB:.0f}, {assumptions.reserve_gb} of them in reserve."
+    fit = f"It fits: {needed(step) / GB:.1f} GB of {step.card / GB:.0f}, {assumptions.reserve_gb} of them in reserve."
     lines = [fit if reason is None else f"[bold]It does not fit:[/bold] {reason}"]
     lines.append(
         f"Never made: {logits_avoided(step) / GB:.1f} GB of float32 logits a forward of {step.forward} rollouts. "
@@ -133,9 +140,9 @@ def disk_table(plans: list[Plan], assumptions: DictConfig) -> Table:
     """Returns GB of a run's directory by what they are for, of the largest run, and of all runs that are kept."""
     largest: dict[str, float] = {}
     all_runs = 0.0
-    for entry, _, run, count in each_run(plans):
-        parts = disk(entry.step, run, kept_rollouts(entry.setting.cfg), assumptions.checkpoint_rollout_bytes)
-        all_runs += count * sum(size for name, size in parts.items() if name != "while one is written")
+    for entry, run in [(plan, run) for plan in plans for run in plan.runs.values()]:
+        parts = disk(entry.step, run, kept_rollouts(entry.cfg), assumptions.checkpoint_rollout_bytes)
+        all_runs += entry.seeds * sum(size for name, size in parts.items() if name != "while one is written")
         largest = max(largest, parts, key=lambda sizes: sum(sizes.values()))
     table = Table(*largest, "all runs, ended", title="Disk, GB of a run")
     table.add_row(*(f"{size / GB:,.1f}" for size in largest.values()), f"{all_runs / GB:,.1f}")

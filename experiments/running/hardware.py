@@ -24,7 +24,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.planning.fit import vllm_gpus, vllm_share
-from experiments.planning.step import SAMPLES_HERE
+from experiments.planning.memory import SAMPLES_HERE
 from experiments.prefetch import MODEL_FILES
 from experiments.running.build import build, has_reference
 from experiments.running.command_line import SAID

@@ -1,6 +1,6 @@
-"""Energy probe: a linear value of the prefix is fitted, on earlier steps only, to the token-diagonal variance.
+"""Energy probe: a linear value of the prefix that minimises the token-diagonal variance of earlier steps.
 
-V_t = clip(theta . [h_t; 1]) with theta the regularised, w-weighted ridge fit of `ridge_probe`. One small solve a step
+V_t = clip(theta . [h_t; 1]), where theta is the w-weighted ridge fit of `ridge_probe`. It needs one small solve a step
 and no optimizer.
 """
 
@@ -25,19 +25,19 @@ class EnergyProbe(RidgeProbe):
     """A baseline B_t = V_t, or V_t (1 + a_-i) with `group_correction`, that works with one rollout a group.
 
     pseudo_rollouts: strength of the ridge, in rollouts. decay: share of the earlier sums that a step keeps.
-    group_correction: prompts differ in ways that a linear probe does not see, and the other rollouts of the group show.
-        a_-i = sum_{j != i} U_j (R_j - U_j) / (sum_{j != i} U_j^2 + k mean U^2), with U_j an unweighted ridge on rollout
-        j's last state before its end: an empirical Bayes estimate of the share by which the group's rewards exceed
-        what was expected. Values and rewards are counted from the lowest reward seen. k is the strength of the grid
-        whose energy-weighted squared error was smallest on earlier steps, each predicted before it was fitted;
-        infinity is on the grid, so that the correction switches itself off where prompts do not differ.
+    group_correction: corrects for differences between prompts that a linear probe misses but the group's other rollouts
+        show. a_-i = sum_{j != i} U_j (R_j - U_j) / (sum_{j != i} U_j^2 + k mean U^2) is an empirical Bayes estimate of
+        the share by which the group's rewards exceed their expectation. U_j is an unweighted ridge on rollout j's last
+        state before its end. Values and rewards are counted from the lowest reward seen. k is the value on the grid
+        that had the smallest energy-weighted squared error on earlier steps, each predicted before it was fitted.
+        With k = infinity, which is on the grid, the correction switches itself off if prompts do not differ.
 
-    Unbiased: V_t is a function of the prefix before token t and of earlier steps, a_-i of the other rollouts and of
-    earlier steps; given both, E[B_t s_t] = B_t E[s_t] = 0. The range that clips V_t is that of earlier steps' rewards.
+    Unbiased: V_t depends only on the prefix before token t and on earlier steps, a_-i only on the other rollouts and on
+    earlier steps. Given both, E[B_t s_t] = B_t E[s_t] = 0. V_t is clipped to the range of earlier steps' rewards.
     Before the first update the baseline is the mean reward of the group's other rollouts (0 with N = 1), which is
     unbiased too.
-    Cost: one no-grad forward a step (also where TRL makes one of its own), tokens x d^2 for the moments, one solve of
-    size d + 1. Choose it first of all that is unbiased: with small groups, with N = 1, with long responses.
+    Cost: one no-grad forward a step (even if TRL makes one itself), tokens x d^2 for the moments, one solve of size
+    d + 1. It is the first choice among unbiased baselines for small groups, for N = 1 and for long responses.
     """
 
     def __init__(self, pseudo_rollouts: float = 100.0, decay: float = 0.9, group_correction: bool = False):
@@ -47,9 +47,9 @@ class EnergyProbe(RidgeProbe):
         self.group_correction = group_correction
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns rows and totals of `RidgeProbe`, and with group_correction phi of the last own token too.
+        """Returns rows and totals of `RidgeProbe`; group_correction adds the row last_state (B, d + 1).
 
-        Its row is last_state (B, d + 1).
+        last_state is phi of the last own token.
         """
         rows, totals = super().reduce(tokens)
         if self.group_correction:
@@ -89,7 +89,7 @@ class EnergyProbe(RidgeProbe):
         return above / (below + k * self._kept("mean_square", states))
 
     def _update_correction(self, rollouts: RolloutGroups) -> None:
-        """Adds this step's squared errors per k, predicted by the state before it, and its last states."""
+        """Adds the sums of this step's last states, and its squared errors per k under the state before it."""
         states = rollouts.reduced["last_state"]
         if self.fitted:
             w = (rollouts.required("score_norms") * rollouts.alive).to(states)
@@ -106,7 +106,7 @@ class EnergyProbe(RidgeProbe):
         )
 
     def _fit_correction(self) -> None:
-        """Solves for U, and takes the strength whose predictions were best so far."""
+        """Solves for U, and selects the strength that has predicted best so far."""
         moments, target = self._state["last_moments"], self._state["last_target"]
         fit = ridge(moments, target, moments[-1, -1], self.pseudo_rollouts)
         above = fit.clone()

@@ -1,4 +1,4 @@
-"""GRPO (arXiv 2402.03300): a rollout is compared with its group's mean, in units of the group's deviation."""
+"""GRPO (arXiv 2402.03300): a rollout is compared with its group's mean, in units of the group's standard deviation."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def ob_exact(rollouts: RolloutGroups, eps: float = 1e-8) -> Tensor:
     """Returns sum(R E) / sum(E) over the scored rollouts. sequence_norms (P, G), rewards (P, G) -> baseline (P, 1, 1).
 
-    Biased: rollout i counts in its own baseline with weight omega = E^i / sum_j E^j, so that its advantage is
+    Biased: rollout i counts in its own baseline with weight omega = E^i / sum_j E^j. Its advantage is therefore
     (1 - omega) (R^i - mean of the others), and omega depends on the rollout. The bias vanishes as the group grows.
-    Cost: one forward and one backward per rollout, a second training pass and more, as they run one by one.
-    Choose it as the yardstick for `sequence_energy`, which has the proxy in the place of E.
+    Cost: one forward and one backward per rollout. This is more than a second training pass, as they run one by one.
+    Choose it as the yardstick for `sequence_energy`, which uses the proxy instead of E.
     """
     weights = rollouts.required("sequence_norms").unsqueeze(-1) * rollouts.scored.unsqueeze(-1)  # (P, G, 1)
     return weighted_mean(rollouts, weights, eps)

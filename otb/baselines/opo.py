@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def opo(rollouts: RolloutGroups) -> Tensor:
     """Returns sum(length R) / sum(length) over the scored rollouts. rewards, lengths (P, G) -> baseline (P, 1, 1).
 
-    It is 0 where no scored rollout of the group has an own token.
+    It is 0 if no scored rollout of the group has an own token.
     """
     weights = rollouts.lengths * rollouts.scored
     total = weights.sum(dim=1, keepdim=True)  # (P, 1)

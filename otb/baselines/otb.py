@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def otb(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero", eps: float = 1e-8) -> Tensor:
     """Returns the group's mean return at each token, weighted by energy. score_norms (P, G, T) -> baseline (P, 1, T).
 
-    tail: what happens where one rollout of the group outlives all others.
+    tail: what happens at tokens that only one rollout of the group reaches.
         "zero":  The baseline is 0, so the advantage is the return (the reference implementation's default).
-        "own":   The formula stays as it stands: the baseline is the rollout's own return, so the advantage is 0.
+        "own":   The formula applies unchanged: the baseline is the rollout's own return, so the advantage is 0.
         "carry": Finished rollouts keep their last W and R in the sums, so there is no lone tail.
-    With one rollout a group there is no baseline: 0.
+    With one rollout a group the baseline is 0.
 
-    Biased: rollout i is in its own baseline with weight omega_t = W_t^i / sum_j W_t^j, so that its advantage is
+    Biased: rollout i counts in its own baseline with weight omega_t = W_t^i / sum_j W_t^j. Its advantage is therefore
     (1 - omega_t) (G_t - mean of the others), and omega_t depends on the tokens whose score it multiplies.
     """
     refuse_tail(rollouts, tail)
@@ -35,7 +35,7 @@ def otb(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero",
         return rollouts.rewards.new_zeros(len(rollouts.rewards), 1, rollouts.tokens)
     counted = rollouts.scored.unsqueeze(-1) if tail == "carry" else rollouts.alive  # (P, G, 1 or T)
     energy = rollouts.energy.where(counted, 0.0)  # W_t^i, (P, G, T)
-    lowest = lowest_return(rollouts)  # m, (P, 1, 1 or T): counted from it, eps pulls no baseline out of range
+    lowest = lowest_return(rollouts)  # m, (P, 1, 1 or T): counting from m, eps pulls no baseline out of range
     weighted, total = weighted_sums(rollouts.returns - lowest, energy)  # sum_i W (G - m), sum_i W: (P, 1, T)
     baseline = lowest + weighted / (total + eps)
     return baseline.masked_fill(rollouts.lone, 0) if tail == "zero" else baseline

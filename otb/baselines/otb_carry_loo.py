@@ -1,6 +1,6 @@
 """Carry-forward OTB, leave-one-out: finished rollouts stay in the others' sums with their last energy and reward.
 
-B_t^i = sum_{j != i} R^j W^j_min(t, T_j) / sum_{j != i} W^j_min(t, T_j): at no token is a rollout without comparison.
+B_t^i = sum_{j != i} R^j W^j_min(t, T_j) / sum_{j != i} W^j_min(t, T_j), so each token has others to be compared with.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def otb_carry_loo(rollouts: RolloutGroups) -> Tensor:
 
     The only scored rollout of a group has baseline 0.
 
-    Unbiased: B_t^i is made of the other rollouts, which given the prompt are independent of rollout i, and the score
-    of a token has mean 0 given its prefix.
-    Cost: that of `otb`. Choose it where a small group makes `otb`'s lone tail or its self-inclusion matter.
+    Unbiased: B_t^i depends only on the other rollouts, which given the prompt are independent of rollout i, and the
+    score of a token has mean 0 given its prefix.
+    Cost: the same as `otb`. Choose it if groups are so small that `otb`'s lone tail or self-inclusion matters.
     """
     refuse_token_returns(rollouts, "otb_carry_loo")
     weights = rollouts.energy.where(rollouts.scored.unsqueeze(-1), 0.0)

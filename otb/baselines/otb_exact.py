@@ -1,7 +1,7 @@
-"""OTB with exact norms: the squared norm of the prefix's score over all parameters takes the place of W_t.
+"""OTB with exact norms: the squared norm of the prefix's score over all parameters replaces W_t.
 
 B_t = sum_i G_t^i E_t^i / sum_i E_t^i with E_t = ||sum_{j<=t} s_j||^2. Realized energy W_t adds squared norms of single
-tokens in logit space; E_t also has the cross terms between tokens and all that the network does behind the logits.
+tokens in logit space; E_t also includes the cross terms between tokens and the network's Jacobian.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 def otb_exact(rollouts: RolloutGroups, tail: Literal["zero", "own", "carry"] = "zero", eps: float = 1e-8) -> Tensor:
     """Returns the mean of the group's returns, weighted by exact norms. prefix_norms (P, G, T) -> baseline (P, 1, T).
 
-    tail: as in `otb`. With one rollout a group there is no baseline: 0.
+    tail: as in `otb`. With one rollout a group the baseline is 0.
 
-    Biased like `otb`, and for the same reason: rollout i is in its own baseline with weight omega_t = E_t^i / sum_j
-    E_t^j, so A = (1 - omega_t) (R - mean of the others), and omega_t and A depend on the token that they multiply. The
-    bias vanishes as the group grows.
-    Cost: one forward per rollout and one backward per own token, which limits it to a small policy or LoRA and to short
-    responses. Choose it to learn what the proxy loses: the proxy ranks tokens well and saturates where a few tokens
-    carry the norm.
+    Biased for the same reason as `otb`: rollout i counts in its own baseline with weight omega_t = E_t^i / sum_j E_t^j,
+    so A = (1 - omega_t) (R - mean of the others), and omega_t depends on the token whose score it multiplies. The bias
+    vanishes as the group grows.
+    Cost: one forward per rollout and one backward per own token, which limits it to short responses and to a small
+    policy or LoRA. Choose it to see what the proxy loses: the proxy ranks tokens well, but saturates if a few tokens
+    carry most of the norm.
     """
     refuse_tail(rollouts, tail)
     if rollouts.group_size == 1:

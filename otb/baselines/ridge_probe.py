@@ -1,8 +1,8 @@
-"""A linear value of the prefix, fitted online by energy-weighted ridge regression, which the probe baselines share.
+"""Fits a linear value of the prefix online, by energy-weighted ridge regression; the probe baselines share it.
 
-phi_t = [h_t; 1] with h_t the final hidden state that predicts own token t. For V_t = theta . phi_t the token-diagonal
-part of the gradient's variance is E[sum_t w_t (R - V_t)^2], so that theta is a weighted least squares fit, with
-theta <- argmin sum w_t (R - theta . phi_t)^2 + ridge. Of each rollout only sum_t w_t phi_t is kept for it.
+phi_t = [h_t; 1], where h_t is the final hidden state that predicts own token t. For V_t = theta . phi_t the
+token-diagonal part of the gradient's variance is E[sum_t w_t (R - V_t)^2]. Its minimum is a weighted least squares fit:
+theta <- argmin sum w_t (R - theta . phi_t)^2 + ridge. It needs only sum_t w_t phi_t of each rollout.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class OnlineRidge:
     def __init__(self, pseudo_rollouts: float = 100.0, decay: float = 0.9):
         if not pseudo_rollouts > 0:
             raise ValueError(
-                f"pseudo_rollouts={pseudo_rollouts} must be above 0: with fewer rollouts than dimensions there is no "
-                "other fit. Try pseudo_rollouts=100."
+                f"pseudo_rollouts={pseudo_rollouts} must be above 0: without a ridge, there is no unique fit to fewer "
+                "rollouts than dimensions. Try pseudo_rollouts=100."
             )
         if not 0 <= decay <= 1:
-            raise ValueError(f"decay={decay} must be in [0, 1]: the share of the earlier sums kept. Try decay=0.9.")
+            raise ValueError(f"decay={decay}, the share of earlier sums kept, must be in [0, 1]. Try decay=0.9.")
         self.pseudo_rollouts, self.decay = pseudo_rollouts, decay
         self._state: dict[str, Tensor] = {}  # replaced, never changed in place
 
@@ -52,7 +52,7 @@ class OnlineRidge:
         return ridge(self._state[moments], self._state[target], self._state[rollouts], self.pseudo_rollouts)
 
     def _kept(self, name: str, like: Tensor) -> Tensor:
-        """Returns a tensor of the state in the dtype and on the device of `like`: after a resume it is on the CPU."""
+        """Returns a tensor of the state with the dtype and device of `like`: after a resume the state is on the CPU."""
         return self._state[name].to(like)
 
     def state_dict(self) -> dict:
@@ -63,12 +63,12 @@ class OnlineRidge:
 
 
 class RidgeProbe(OnlineRidge):
-    """An OnlineRidge that fits the reward to phi with weights w, as the head of this file says."""
+    """An OnlineRidge that predicts the reward from phi with weights w, as the module docstring describes."""
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns rows and totals.
 
-        Rows: values (B, T) by the state so far, weighted_states (B, d + 1). Totals: moments (d + 1, d + 1).
+        Rows: values (B, T) under the state so far, weighted_states (B, d + 1). Totals: moments (d + 1, d + 1).
         """
         phi, score_norms = features(tokens), tokens.required("score_norms")
         w = (score_norms * tokens.alive).to(phi.dtype).unsqueeze(-1)  # (B, T, 1)
@@ -77,11 +77,11 @@ class RidgeProbe(OnlineRidge):
         return rows, {"moments": (w * phi).flatten(0, 1).mT @ phi.flatten(0, 1)}
 
     def values(self, rollouts: RolloutGroups) -> Tensor:
-        """Returns V_t (P, G, T) by earlier steps; before the first update (P, G, 1), the mean reward of the others."""
+        """Returns V_t (P, G, T), fitted on earlier steps; before the first update the others' mean reward (P, G, 1)."""
         return rollouts.reduced["values"] if self.fitted else mean_of_others(rollouts)
 
     def update(self, rollouts: RolloutGroups) -> None:
-        """Adds a step to the sums and fits theta anew; nothing changes where no rollout was scored."""
+        """Adds a step to the sums and refits theta; does nothing if no rollout was scored."""
         moments = rollouts.totals["moments"].to(sum_dtype(rollouts.rewards.device))
         rewards = rollouts.rewards[rollouts.scored]
         if not rewards.numel():
@@ -97,12 +97,12 @@ class RidgeProbe(OnlineRidge):
             self._state["coefficients"] = self._solved("moments", "target", "rollouts")
 
     def _predicted(self, phi: Tensor) -> Tensor:
-        """Returns theta . phi within the range of the rewards seen so far. (..., d + 1) -> (...)."""
+        """Returns theta . phi, clipped to the range of the rewards seen so far. (..., d + 1) -> (...)."""
         return (phi @ self._kept("coefficients", phi)).clamp(self._kept("low", phi), self._kept("high", phi))
 
 
 def features(tokens: TokenStates) -> Tensor:
-    """Returns phi (B, T, d + 1): hidden states with a 1 behind, all 0 past the last own token; float64 on a CPU."""
+    """Returns phi (B, T, d + 1): hidden states followed by a 1, all 0 past the last own token; float64 on a CPU."""
     import torch
 
     hidden = tokens.hidden_states
@@ -111,7 +111,7 @@ def features(tokens: TokenStates) -> Tensor:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Returns float64 where the device has it: the dtype of running sums and of what is solved with them."""
+    """Returns the dtype for running sums and solves: float64 if the device has it, else float32."""
     import torch
 
     return torch.float32 if device.type == "mps" else torch.float64
@@ -120,11 +120,11 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def ridge(moments: Tensor, target: Tensor, rollouts: Tensor, pseudo_rollouts: float) -> Tensor:
     """Returns the coefficients (d + 1) of phi = [h; 1].
 
-    moments: sum w phi phi^T, (d + 1, d + 1). target: sum w R phi, (d + 1). rollouts: how many are in these sums.
+    moments: sum w phi phi^T, (d + 1, d + 1). target: sum w R phi, (d + 1). rollouts: their number in these sums.
 
-    With z = h standardised by its w-weighted mean and spread and a free intercept,
-    theta = (sum w z z^T + pseudo_rollouts (sum w / rollouts) I)^-1 sum w z (R - mean R): as if `pseudo_rollouts` more
-    rollouts of usual weight had said that each direction of z tells nothing. A direction without spread gets 0.
+    z is h, standardised by its w-weighted mean and spread; the intercept is free.
+    theta = (sum w z z^T + pseudo_rollouts (sum w / rollouts) I)^-1 sum w z (R - mean R). This equals a fit with
+    `pseudo_rollouts` more rollouts of average weight whose reward is unrelated to z. A direction without spread gets 0.
     """
     import torch
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def sequence_energy_loo(rollouts: RolloutGroups) -> Tensor:
     """Returns sum_{j != i} R^j W_T^j / sum_{j != i} W_T^j over scored rollouts. rewards (P, G) -> baseline (P, G, 1).
 
-    Unbiased: it is made of the other rollouts, which given the prompt are independent of rollout i. The only scored
-    rollout of a group has baseline 0.
-    Cost: that of `sequence_energy`. Choose it where a loss or mask reads one advantage per rollout, and self-inclusion
-    is to be avoided.
+    Unbiased: it depends only on the other rollouts, which given the prompt are independent of rollout i. The only
+    scored rollout of a group has baseline 0.
+    Cost: the same as `sequence_energy`. Choose it to avoid self-inclusion if a loss or mask reads one advantage per
+    rollout.
     """
     weights = rollouts.required("score_norms").sum(-1, keepdim=True) * rollouts.scored.unsqueeze(-1)  # (P, G, 1)
     return mean_of_others(rollouts, weights, otherwise=mean_of_others(rollouts))

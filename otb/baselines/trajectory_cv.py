@@ -1,8 +1,8 @@
-"""Trajectory-wise control variate: besides a value of the prefix, the luck of later tokens is taken off the return.
+"""Trajectory-wise control variate: subtracts a value of the prefix and the luck of later tokens from the return.
 
-A_t = R - B_t - sum_{u>t} q_u: B_t a function of the prefix before token t, q_u a function of the prefix before token u
-and of token u whose mean over token u is 0 (Cheng, Yan and Boots, arXiv 1908.03263). No baseline of the prefix can
-touch the noise of what comes after token t; q can.
+A_t = R - B_t - sum_{u>t} q_u. B_t depends on the prefix before token t. q_u depends on token u and the prefix before
+it, and has mean 0 over token u (Cheng, Yan and Boots, arXiv 1908.03263). A baseline of the prefix cannot reduce the
+noise of tokens after t; q can.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
     from otb.rollouts import RolloutGroups, TokenStates
 
 UNLIKELY = 0.3  # a sampled token of lower probability counts as a surprise
-LARGEST_SURPRISAL = 4.0  # nats, where its square would otherwise rule the sum
+LARGEST_SURPRISAL = 4.0  # nats; the square of a larger one would dominate the sum
 
 
 @declare(needs={"score_norms", "hidden_states"}, per_token=True, unbiased=True)
 class TrajectoryCV(OnlineRidge):
-    """A baseline by two ridge fits a step, on earlier steps only, that works with one rollout a group.
+    """A baseline of two ridge fits on earlier steps, which works with one rollout a group.
 
-    U_t = clip(alpha . phi_t), an unweighted fit of the reward, with phi_t = [h_t; trace_t; 1]: the final hidden state
-    that predicts token t, and how surprising the prefix has been so far (`trace`). A policy that sampled what it holds
-    unlikely has often gone wrong, and its hidden state need not know.
-    q_u = (beta . [U_u, U_u^2, U_u S_u]) (pi_u - S_u), S = sum pi^2: a token likelier than usual, E[pi_u] = S_u, raises
-    what is to be expected, by an amount that depends on how much there is to lose.
-    B_t = theta . [phi_t, U_t, U_t^2]; theta and beta are one fit of R with weights w_t, so that they minimise the
+    U_t = clip(alpha . phi_t) is an unweighted fit of the reward. phi_t = [h_t; trace_t; 1] holds the final hidden state
+    that predicts token t, and how surprising the prefix has been so far (`trace`). A policy that has sampled unlikely
+    tokens has often gone wrong, and its hidden state may not show it.
+    q_u = (beta . [U_u, U_u^2, U_u S_u]) (pi_u - S_u), S = sum pi^2. Since E[pi_u] = S_u, a token that is likelier than
+    average raises the expected reward, by an amount that depends on how much there is to lose.
+    B_t = theta . [phi_t, U_t, U_t^2]. One fit of R with weights w_t gives theta and beta, so together they minimise the
     token-diagonal variance E[sum_t w_t (R - B_t - sum_{u>t} q_u)^2].
 
     pseudo_rollouts: strength of the ridge, in rollouts. decay: share of the earlier sums that a step keeps.
 
-    Unbiased: given the prefix before token u, E[pi_u - S_u] = 0, so E[q_u s_t] = E[E[q_u | prefix] s_t] = 0 for u > t,
-    as s_t is settled by then; B_t as for any function of the prefix. q_t itself is left in: s_t depends on it.
+    Unbiased: given the prefix before token u, E[pi_u - S_u] = 0. For u > t the prefix determines s_t, so E[q_u s_t] =
+    E[E[q_u | prefix] s_t] = 0. B_t is a function of the prefix. q_t is not subtracted, because s_t depends on token t.
     The first step fits U, the second B and q; until then the baseline is the mean reward of the group's other rollouts
     (0 with N = 1).
-    Cost: that of `energy_probe` with a second matrix of moments. Choose it where rollouts go wrong at single tokens: it
-    has 7 to 13 % less noise than `energy_probe` on some policies and none less on others (docs/variance.md).
+    Cost: the same as `energy_probe` plus a second matrix of moments. Choose it if single tokens decide rollouts: it has
+    7 to 13 % less noise than `energy_probe` on some policies, and no less on others (docs/variance.md).
     """
 
     def reduce(self, tokens: TokenStates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns rows and totals.
 
-        Rows: values (B, T); states and weighted_features, which are sums over t. Totals: their moments.
+        Rows: values (B, T); states and weighted_features, summed over t. Totals: their moments.
         """
         phi, score_norms = self._states(tokens), tokens.required("score_norms")
         counted = tokens.alive.unsqueeze(-1).to(phi)
@@ -67,7 +67,7 @@ class TrajectoryCV(OnlineRidge):
         return rollouts.reduced["values"] if self.fitted else mean_of_others(rollouts)
 
     def update(self, rollouts: RolloutGroups) -> None:
-        """Adds a step to the sums and solves anew; nothing changes where no rollout was scored."""
+        """Adds a step to the sums and refits; does nothing if no rollout was scored."""
         rewards = rollouts.rewards[rollouts.scored]
         if not rewards.numel():
             return
@@ -77,7 +77,7 @@ class TrajectoryCV(OnlineRidge):
         self._fit("value_coefficients", "state_moments", "states", rollouts)
 
     def _fit(self, coefficients: str, moments: str, rows: str, rollouts: RolloutGroups) -> None:
-        """Adds a step's sums to those of earlier steps, and solves."""
+        """Adds a step's sums to the earlier sums, and solves for the coefficients."""
         new = rollouts.totals[moments].to(sum_dtype(rollouts.rewards.device))
         target = rollouts.rewards[rollouts.scored].to(new) @ rollouts.reduced[rows][rollouts.scored].to(new)
         counted = (rollouts.lengths[rollouts.scored] > 0).sum().to(new)
@@ -87,14 +87,14 @@ class TrajectoryCV(OnlineRidge):
             self._state[coefficients] = self._solved(*names)
 
     def _states(self, tokens: TokenStates) -> Tensor:
-        """Returns phi (B, T, d + 15), all 0 past the last own token; the last of it is 1."""
+        """Returns phi (B, T, d + 15), all 0 past the last own token; its last entry is 1."""
         import torch
 
         hidden = features(tokens)
         return torch.cat([trace(tokens).to(hidden) * tokens.own.unsqueeze(-1), hidden], dim=-1)
 
     def _features(self, phi: Tensor, tokens: TokenStates) -> Tensor:
-        """Returns [U_t, U_t^2, sum_{u>t} (U_u, U_u^2, U_u S_u) (pi_u - S_u), phi_t], (B, T, D); the last of it is 1."""
+        """Returns [U_t, U_t^2, sum_{u>t} (U_u, U_u^2, U_u S_u) (pi_u - S_u), phi_t], (B, T, D); the last entry is 1."""
         import torch
 
         value = (phi @ self._kept("value_coefficients", phi)).clamp(self._kept("low", phi), self._kept("high", phi))
@@ -107,7 +107,7 @@ class TrajectoryCV(OnlineRidge):
 
 
 def trace(tokens: TokenStates) -> Tensor:
-    """Returns what the tokens before t and the distribution at t tell of the rollout, (B, T, 14)."""
+    """Returns (B, T, 14) features of the tokens before t and of the distribution at t."""
     import torch
 
     dtype = sum_dtype(tokens.log_probs.device)

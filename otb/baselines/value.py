@@ -1,8 +1,8 @@
-"""Value model: a critic is learned, as in PPO with GAE at lambda = 1, and the advantage is R - V(prefix).
+"""Value model: learns a critic, as PPO does with GAE at lambda = 1; the advantage is R - V(prefix).
 
-V_t = head . [h_t; 1], a linear value head on the policy's final hidden states, detached, with an Adam of its own. The
-loss mean_t (V_t - R)^2 is quadratic in the head, so that its gradient follows from sum_t phi_t phi_t^T and from the
-rollouts' sum_t phi_t, and no hidden states are held.
+V_t = head . [h_t; 1] is a linear value head on the policy's detached final hidden states, with its own Adam. The loss
+mean_t (V_t - R)^2 is quadratic in the head, so sum_t phi_t phi_t^T and each rollout's sum_t phi_t give its gradient,
+and no hidden states are kept.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @declare(needs={"hidden_states"}, per_token=True, unbiased=True)
 class Value:
-    """A baseline V_t (P, G, T) of the head that earlier steps left, which works with one rollout a group.
+    """A baseline V_t (P, G, T) of a head trained on earlier steps, which works with one rollout a group.
 
-    learning_rate: of Adam, which moves every coordinate of the head by about as much in a step: V moves by d times
-        that, so that a wide model needs a smaller rate. The default is for the tiny policy (d = 96), where the loss
-        reaches that of a head fitted in closed form within 10 steps.
-    epochs: steps of Adam per training step, each on the gradient of all the step's own tokens.
+    learning_rate: Adam's. Adam moves every coordinate of the head by about this much in a step, so V moves by d times
+        as much and a wide model needs a smaller rate. The default suits the tiny policy (d = 96): within 10 steps the
+        loss is as low as with a head fitted in closed form.
+    epochs: Adam steps per training step, each on the gradient of all the step's own tokens.
 
     Unbiased: V_t is a function of the prefix before token t and of earlier steps, and E[s_t | prefix] = 0. The head
-    begins at 0, so that the first step has no baseline.
-    Cost: one no-grad forward a step (also where TRL makes one), tokens x d^2 for the moments. A critic as large as the
-    policy, as PPO has, would cost a second training pass and could see more than a linear head does.
-    Choose it as the usual critic. `energy_probe` is the same linear function of the same states, fitted
-    in closed form, with the weights that the gradient's variance has, and without a rate to tune.
+    starts at 0, so the first step has no baseline.
+    Cost: one no-grad forward a step (even if TRL makes one itself), tokens x d^2 for the moments. PPO's critic, which
+    is as large as the policy, would cost a second training pass and could learn more than a linear head.
+    Choose it as the usual critic. `energy_probe` is the same linear function of the same states, but fitted in closed
+    form, with the weights that occur in the gradient's variance, and without a rate to tune.
     """
 
     def __init__(self, learning_rate: float = 1e-3, epochs: int = 10):
@@ -63,7 +63,7 @@ class Value:
         return rollouts.reduced["values"]
 
     def update(self, rollouts: RolloutGroups) -> None:
-        """Moves the head by `epochs` steps of Adam; nothing changes where no own token counts."""
+        """Trains the head for `epochs` steps of Adam; does nothing if no own token counts."""
         moments = rollouts.totals["moments"].to(sum_dtype(rollouts.rewards.device))
         if not (tokens := moments[-1, -1]) > 0:
             return
@@ -78,7 +78,7 @@ class Value:
             optimizer.step()
 
     def _placed(self, values: Tensor) -> tuple[Tensor, torch.optim.Adam]:
-        """Makes these values the trained head; an earlier optimizer's state goes on. Returns head and optimizer."""
+        """Makes these values the trained head, keeps an earlier optimizer's state, and returns head and optimizer."""
         import torch
 
         earlier = None if self._optimizer is None else self._optimizer.state_dict()
@@ -95,7 +95,7 @@ class Value:
         return {"head": self._head.detach().clone(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Goes on from a state that `state_dict` returned."""
+        """Restores what `state_dict` returned."""
         self._head = self._optimizer = None
         if state:
             _, optimizer = self._placed(state["head"].clone())

@@ -1,6 +1,6 @@
-"""Computes weighted means of a group's returns; the baselines that weigh rollouts by energy call it.
+"""Computes weighted means of a group's returns, for the baselines that weight rollouts by energy.
 
-`weighted_mean` counts a rollout in its own baseline, `mean_of_others` leaves it out.
+`weighted_mean` includes a rollout in its own baseline; `mean_of_others` leaves it out.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ def weighted_mean(rollouts: RolloutGroups, weights: Tensor, eps: float) -> Tenso
 
 
 def lowest_return(rollouts: RolloutGroups) -> Tensor:
-    """Returns the smallest return of each group's scored rollouts, 0 where none is scored. -> (P, 1, 1 or T).
+    """Returns the smallest return of each group's scored rollouts, 0 if none is scored. -> (P, 1, 1 or T).
 
-    Deviation: the reference weighs the returns as they are, and eps pulls its mean towards 0 where the weights are
-    tiny. Counted from the smallest, the mean never leaves the range of the returns, and equal rewards give exactly
-    equal baselines. With rewards whose smallest is 0 the two are the same number (docs/choices.md).
+    Deviation: the reference weights the raw returns, and eps pulls its mean towards 0 if the weights are tiny. With
+    returns counted from the smallest, the mean never leaves their range, and equal rewards give exactly equal
+    baselines. If the smallest reward is 0, both give the same number (docs/choices.md).
     """
     return lowest_of(rollouts.returns, rollouts.scored.unsqueeze(-1))
 
 
 def lowest_reward(rollouts: RolloutGroups) -> Tensor:
-    """Returns the smallest reward of each group's scored rollouts, 0 where none is scored. -> (P, 1).
+    """Returns the smallest reward of each group's scored rollouts, 0 if none is scored. -> (P, 1).
 
-    A mean of equal rewards counted from it is exactly that reward: a sum of many .7 is rounded, one of 0 is not.
+    Means count rewards from it, so the mean of equal rewards is exact: a sum of many 0.7 is rounded, a sum of 0 is not.
     """
     return lowest_of(rollouts.rewards, rollouts.scored)
 
 
 def mean_reward(rollouts: RolloutGroups) -> Tensor:
-    """Returns the mean reward of each group's scored rollouts, 0 where none is scored. -> (P, 1)."""
+    """Returns the mean reward of each group's scored rollouts, 0 if none is scored. -> (P, 1)."""
     lowest = lowest_reward(rollouts)
     return lowest + (rollouts.rewards - lowest).nanmean(dim=1, keepdim=True).nan_to_num()
 
 
 def lowest_of(values: Tensor, counted: Tensor) -> Tensor:
-    """Returns the smallest counted value of each group, 0 where none counts. (P, G, ...) -> (P, 1, ...)."""
+    """Returns the smallest counted value of each group, 0 if none counts. (P, G, ...) -> (P, 1, ...)."""
     lowest = values.masked_fill(~counted, float("inf")).amin(dim=1, keepdim=True)
     return lowest.masked_fill(~counted.any(dim=1, keepdim=True), 0)
 
@@ -60,7 +60,7 @@ def weighted_sums(returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
     returns (P, G, 1 or T), weights (P, G, T).
     """
-    if returns.shape[-1] == 1:  # terminal rewards: one pass over the weights serves both sums
+    if returns.shape[-1] == 1:  # terminal rewards: one pass over the weights gives both sums
         both = returns.squeeze(-1).unsqueeze(1).expand(-1, 2, -1).clone()  # (P, 2, G)
         both[:, 1] = 1
         weighted, total = (both @ weights).split(1, dim=1)
@@ -69,16 +69,18 @@ def weighted_sums(returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refuse_tail(rollouts: RolloutGroups, tail: str) -> None:
-    """Raises ValueError for a tail that `otb` does not know, or that does not fit the returns."""
+    """Raises ValueError for an unknown tail, or for tail="carry" with returns per token."""
     refuse_unknown("tail", tail, ("zero", "own", "carry"))
     if tail == "carry":
         refuse_token_returns(rollouts, "tail='carry'")
 
 
 def refuse_token_returns(rollouts: RolloutGroups, name: str) -> None:
-    """Raises ValueError where rewards are given token by token. name: of what needs terminal rewards."""
+    """Raises ValueError if rewards are given per token. name: the option that needs terminal rewards."""
     if rollouts.token_returns is not None:
-        raise ValueError(f"{name} keeps a finished rollout's reward; it needs terminal rewards, not token_returns.")
+        raise ValueError(
+            f"{name} keeps a finished rollout's reward, so it needs terminal rewards; token_returns must be None."
+        )
 
 
 # ---- leave-one-out
@@ -88,8 +90,8 @@ def mean_of_others(rollouts: RolloutGroups, weights: Tensor | None = None, other
     """Returns sum_{j != i} weights_j G_j / sum_{j != i} weights_j; `otherwise` where the others weigh nothing.
 
     weights (P, G, T) >= 0, 0 for rollouts that do not count; None = 1 for each scored rollout -> (P, G, T), or
-    (P, G, 1) without anything per token. A rollout's own weights do not enter its value, and its own reward moves it by
-    rounding alone: through the smallest return of the group, from which returns are counted.
+    (P, G, 1) if nothing is per token. A rollout's own weights do not affect its value. Its own reward affects only
+    rounding, because returns are counted from the smallest of the group.
     """
     if weights is None:
         weights = rollouts.scored.unsqueeze(-1).to(rollouts.rewards.dtype)
@@ -102,7 +104,7 @@ def mean_of_others(rollouts: RolloutGroups, weights: Tensor | None = None, other
 def sum_of_others(values: Tensor) -> Tensor:
     """Returns sum_{j != i} values_j over the group. (P, G, ...) -> the same shape.
 
-    It adds those before i and those after: the total minus i's own would cancel where one rollout holds nearly all.
+    It adds the values before and after i: the total minus value i would cancel if one rollout had nearly all of it.
     """
     import torch
 

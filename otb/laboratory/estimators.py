@@ -1,6 +1,6 @@
-"""Computes the gradients of prompt groups under a baseline by the code that trains: `reduce`, baseline, `advantages`.
+"""Computes the gradients of prompt groups under a baseline with the code that trains: `reduce`, baseline, `advantages`.
 
-A baseline that learns is fitted on other prompts of the same policy, step by step as in training.
+A baseline that learns is first fitted on other prompts of the same policy, step by step as in training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from otb.score_norms import logit_gradient_proxy
 
 
 class Prompt:
-    """The measured rollouts of one prompt, padded: it holds all that baselines read, and sketched scores (M, T, D)."""
+    """The M measured rollouts of one prompt, padded: everything that baselines read, and sketched scores (M, T, D)."""
 
     def __init__(self, measured: Measured):
         self.rewards = torch.from_numpy(measured.rewards).float()
@@ -30,7 +30,7 @@ class Prompt:
         self.hidden_states = measured.padded("hidden_states")
         self.own = torch.arange(self.log_probs.shape[1]) < self.lengths.unsqueeze(1)
         self.score_norms = logit_gradient_proxy(self.log_probs, self.log_sum_sq_probs) * self.own
-        self.sketches: Tensor | None = None  # with `token_norms` and `prefix_norms`, of prompts measured with scores
+        self.sketches: Tensor | None = None  # None, like the next two, if measured without scores
         self.token_norms: Tensor | None = None
         self.prefix_norms: Tensor | None = None
         if measured.sketches.size:
@@ -39,12 +39,12 @@ class Prompt:
             self.prefix_norms = kept_after_end(measured.padded("prefix_norms"), self.lengths)
 
     def states(self) -> TokenStates:
-        """Returns the token states of all rollouts, as the trainer gives them to `reduce`."""
+        """Returns the token states of all rollouts, as the trainer passes them to `reduce`."""
         probabilities = (self.log_probs, self.log_sum_sq_probs, self.score_norms)
         return TokenStates(self.own, self.hidden_states, *probabilities, ~self.rewards.isnan())
 
     def groups(self, members: Tensor, reduced: dict[str, Tensor], totals: dict[str, Tensor]) -> RolloutGroups:
-        """Returns groups of these rollouts. members (P, G) int: which rollouts make up each group."""
+        """Returns groups of these rollouts. members (P, G) int: the rollouts of each group."""
         prefix = self.prefix_norms
         return RolloutGroups(
             rewards=self.rewards[members],
@@ -58,7 +58,7 @@ class Prompt:
 
 
 def fitted(baseline: Callable, prompts: list[Prompt], group_size: int, prompts_per_step: int) -> Callable:
-    """Returns a copy of the baseline that has learned from steps of `prompts_per_step` prompts, as a run's would."""
+    """Returns a copy of the baseline that has learned from steps of `prompts_per_step` prompts, as in a run."""
     baseline = copy.deepcopy(baseline)
     if not baselines.carries_state(baseline):
         return baseline
@@ -81,7 +81,7 @@ def step_groups(baseline: Callable, prompts: list[Prompt], group_size: int) -> R
 
 
 def joined_groups(parts: list[RolloutGroups]) -> RolloutGroups:
-    """Joins the groups of several prompts, padded to the widest; totals are summed."""
+    """Joins the groups of several prompts, padded to the widest, and adds up their totals."""
     first, *others = parts
     per_rollout = ("rewards", "lengths", "score_norms")
     return RolloutGroups(
@@ -92,7 +92,7 @@ def joined_groups(parts: list[RolloutGroups]) -> RolloutGroups:
 
 
 def rollout_advantages(baseline: Callable, prompt: Prompt, members: Tensor) -> Tensor:
-    """Returns the advantages (K, M, T or 1) of every rollout in each of K partitions, 0 for those left out.
+    """Returns the advantages (K, M, T or 1) of every rollout in each of K partitions, 0 for rollouts in no group.
 
     members (K, n, N) int: the rollouts of the n groups of each partition.
     """
@@ -107,13 +107,13 @@ def rollout_advantages(baseline: Callable, prompt: Prompt, members: Tensor) -> T
 
 def rollout_gradients(prompt: Prompt, advantage: Tensor) -> Tensor:
     """Returns the sketch of sum_t A_t s_t per rollout. advantage (K, M, T or 1) -> (K, M, D)."""
-    sketches = taken_with_scores(prompt.sketches)
+    sketches = require_scores(prompt.sketches)
     advantage = advantage.expand(-1, -1, sketches.shape[1])
     return (advantage.transpose(0, 1) @ sketches).transpose(0, 1)
 
 
-def taken_with_scores(values: Tensor | None) -> Tensor:
-    """Returns a field of a Prompt that only prompts measured with scores have. Raises ValueError for the others."""
+def require_scores(values: Tensor | None) -> Tensor:
+    """Returns a field that only prompts measured with scores have. Raises ValueError if it is None."""
     if values is None:
-        raise ValueError("This prompt was measured without scores (`measure(..., sketch=None)`). Measure it with them.")
+        raise ValueError("This prompt was measured without scores (`measure(..., sketch=None)`). Pass a sketch.")
     return values

@@ -1,8 +1,8 @@
 """Computes unbiased moments of an estimator's group gradient.
 
 g is the gradient of one prompt group: the mean over its rollouts of sum_t A_t s_t. mu = E[R sum_t s_t] is the true
-gradient of the prompt. All four moments are U-statistics: products of gradients that share no rollout. A plug-in such
-as ||mean of g||^2 would count noise as signal.
+gradient of the prompt. Signal, overlap and truth are U-statistics: they multiply only gradients that share no rollout.
+A plug-in estimate such as ||mean of g||^2 would count noise as signal.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def moments(rollout_gradients: Tensor, reference: Tensor, members: Tensor) -> di
     """Returns the moments of one prompt and one estimator at one group size.
 
     rollout_gradients (K, M, D): sum_t A_t s_t of each of the M rollouts in each of K partitions into groups. members
-    (K, n, N) int: the rollouts of the n >= 2 groups of each partition. reference (M, D): gradients with mean mu, that
-    of a rollout depending on no other rollout.
+    (K, n, N) int: the rollouts of the n >= 2 groups of each partition. reference (M, D): independent gradients of the
+    rollouts, with mean mu.
     -> power E||g||^2, signal ||E g||^2, overlap <E g, mu>, truth ||mu||^2.
     """
     partitions, groups, size = members.shape
@@ -24,7 +24,7 @@ def moments(rollout_gradients: Tensor, reference: Tensor, members: Tensor) -> di
     g = rollout_gradients.gather(1, index).unflatten(1, (groups, size)).mean(2)  # (K, n, D)
     squares, total = g.square().sum(-1), g.sum(1)
     count = len(reference)
-    others = reference.sum(0) - reference[members].sum(2)  # (K, n, D): what shares no rollout with the group
+    others = reference.sum(0) - reference[members].sum(2)  # (K, n, D): sum over rollouts outside the group
     return {
         "power": squares.mean().item(),
         "signal": ((total.square().sum(-1) - squares.sum(1)) / (groups * (groups - 1))).mean().item(),

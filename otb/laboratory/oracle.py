@@ -1,10 +1,10 @@
-"""Estimates a bound for baselines of the prefix by Monte Carlo: the optimum of the token-diagonal variance.
+"""Estimates by Monte Carlo the lowest token-diagonal variance that a baseline of the prefix can reach.
 
-Among all functions B_t of the prefix before token t, E[sum_t w_t (R - B_t)^2] is smallest at B_t = E[w_t R | prefix] /
-E[w_t | prefix], the expectation being over the token and all that follows. Continuations of every prefix of a rollout
-estimate it. Two halves of them give two independent estimates B', B'', and w (R - B')(R - B'') has the mean of the
-optimum's energy up to the square of a ratio estimate's bias, where w (R - B')^2 would count the noise of B'. It serves
-tasks without tools only.
+Among all functions B_t of the prefix before token t, B_t = E[w_t R | prefix] / E[w_t | prefix] minimises
+E[sum_t w_t (R - B_t)^2]; the expectation is over token t and everything after it. Continuations of every prefix of a
+rollout estimate it. Each half of them gives an independent estimate, B' and B''. The mean of w (R - B')(R - B'') is the
+optimum's energy, up to the squared bias of a ratio estimate, whereas w (R - B')^2 would add the noise of B'. It only
+works for tasks without tools.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ SEQUENCES_AT_ONCE = 768
 def oracle(model, tokenizer, task, row: dict, rollout: Rollout, continuations: int, temperature: float) -> Tensor:
     """Returns two estimates of the optimal baseline at each own token, from half of the continuations each. -> (2, T).
 
-    continuations: of every prefix, an even number. rollout: single-turn, its own tokens are all that follow the prompt.
-    row: of the dataset, which `task.reward` reads beside the response. An estimate is 0 where every continuation had
-    w = 0.
+    continuations: an even number per prefix. rollout: single-turn, so all tokens after the prompt are own tokens. row:
+    the prompt's row of the dataset, for `task.reward`. An estimate is 0 where every continuation had w = 0.
     """
     start = int(rollout.own.nonzero()[0])
     own_tokens = len(rollout.ids) - start
@@ -44,7 +43,7 @@ def oracle(model, tokenizer, task, row: dict, rollout: Rollout, continuations: i
 def continued(model, tokenizer, task, row, prefixes, start: int, count: int, temperature: float):
     """Samples `count` continuations of each prefix.
 
-    Returns w of the next token and the reward in the end, (len(prefixes), count) each.
+    Returns w of the next token and the final reward, (len(prefixes), count) each.
     """
     width = max(map(len, prefixes))
     ids = torch.full((len(prefixes), width), tokenizer.pad_token_id)

@@ -1,4 +1,4 @@
-"""Samples rollouts of single prompts by TRL's own rollout code, tools and sandbox included."""
+"""Samples rollouts of single prompts with TRL's own rollout code, including tools and sandbox."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from otb.training.trainer import OTBConfig, OTBTrainer
 class Sampler:
     """Samples a policy on the prompts of a task.
 
-    task: see `otb.tasks.Task`. environment: what makes the environment of one rollout; None for a task without tools.
+    task: see `otb.tasks.Task`. environment: makes the environment of one rollout; None for a task without tools.
     """
 
     def __init__(self, model, tokenizer, task, environment, temperature: float, folder: str):
@@ -43,7 +43,7 @@ class Sampler:
         self._trainer.model.eval()
 
     def rollouts(self, rows: list[dict], samples: int, seed: int) -> list[list[Rollout]]:
-        """Returns `samples` rollouts of each prompt; the same for the same arguments."""
+        """Returns `samples` rollouts of each prompt; equal arguments give equal rollouts."""
         torch.manual_seed(seed)
         self._trainer.num_generations_eval = samples
         with torch.no_grad():

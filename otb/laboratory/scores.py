@@ -1,8 +1,8 @@
 """Computes exact score vectors d log pi(y_t) / d theta of every own token, over all trainable parameters.
 
-They are too many to keep (tokens x parameters): a rollout keeps exact norms of them and a fixed random sketch of each,
-which preserves inner products between rollouts: <sketch(x), sketch(y)> is unbiased for <x, y> over the choice of
-signs, with a standard deviation of about |x||y| / sqrt(size). Derivatives are torch.autograd's, one backward a token.
+The vectors (tokens x parameters) are too large to keep, so a rollout keeps their exact norms and a fixed random sketch
+of each. Sketches preserve inner products: over the choice of signs, <sketch(x), sketch(y)> is unbiased for <x, y> and
+has a standard deviation of about |x||y| / sqrt(size). Derivatives come from torch.autograd, one backward a token.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from otb.exact_norms import own_log_probs, rows_at_once, scores, squared_norms, trainable
 
-TOKENS_TOGETHER = 16  # whose scores share a forward; more of them, and backward goes through more that is later
+TOKENS_TOGETHER = 16  # tokens that share a forward; with more, backward passes through more later tokens in vain
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout, whose tensors have no padding.
+    """One rollout, without padding.
 
-    ids (L,): of prompt and response. own (L,) bool: the policy sampled the token. reward: NaN = unscored.
+    ids (L,): prompt and response. own (L,) bool: the policy sampled the token. reward: NaN = unscored.
     """
 
     ids: Tensor
@@ -31,10 +31,10 @@ class Rollout:
 
 
 class Sketch:
-    """A fixed random linear map of the parameters to `size` numbers: coordinate j with a random sign to j mod size.
+    """A fixed random linear map of parameters to `size` numbers; it adds coordinate j with a random sign to j % size.
 
-    A count sketch (Charikar et al. 2002) whose hash is the interleaving of coordinates. A prime size keeps the rows of
-    weight matrices from falling onto each other.
+    It is a count sketch (Charikar et al. 2002) that uses j % size as its hash. A prime size keeps the rows of weight
+    matrices from being added to each other.
     """
 
     def __init__(self, parameters: list[Tensor], size: int, seed: int = 0):
@@ -55,11 +55,11 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of M rollouts of one prompt, whose own tokens stand one after the other (sum of lengths = S).
+    """Measurements of M rollouts of one prompt, with their own tokens concatenated (S = sum of lengths).
 
     rewards (M,) float; lengths (M,) int. Per token: log_probs, log_sum_sq_probs (S,); hidden_states (S, d), the final
     hidden state that predicts the token. With scores: token_norms (S,) = ||s_t||^2, prefix_norms (S,) = ||sum_{j<=t}
-    s_j||^2, both exact, and sketches (S, size); else empty.
+    s_j||^2, both exact, and sketches (S, size); these three are empty without scores.
     """
 
     rewards: np.ndarray
@@ -92,9 +92,9 @@ class Measured:
 
 
 def measure(model, rollouts: list[Rollout], temperature: float, sketch: Sketch | None) -> Measured:
-    """Measures what the estimators read of one prompt's rollouts, and their scores. sketch: None for no scores.
+    """Measures everything that the estimators read of one prompt's rollouts. sketch: None to measure no scores.
 
-    Raises ValueError where the policy has too many trainable parameters (`otb.exact_norms.trainable`).
+    Raises ValueError if the policy has too many trainable parameters (`otb.exact_norms.trainable`).
     """
     parameters = trainable(model) if sketch is not None else []
     per_rollout: dict[str, list[Tensor]] = {field.name: [] for field in fields(Measured)}
@@ -113,7 +113,7 @@ def measure(model, rollouts: list[Rollout], temperature: float, sketch: Sketch |
 @torch.no_grad()
 def forward(model, rollout: Rollout, temperature: float) -> dict[str, Tensor]:
     """Returns probabilities and hidden states of the own tokens of one rollout, at the sampling temperature."""
-    before = rollout.own.roll(-1)  # positions that predict an own token; the first of all is the prompt's
+    before = rollout.own.roll(-1)  # positions that predict an own token
     ids = rollout.ids.to(model.device).unsqueeze(0)
     output = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     log_probs = (output.logits[0][before].float() / temperature).log_softmax(-1)
@@ -129,9 +129,9 @@ def score_vectors(model, rollout: Rollout, temperature: float, parameters, sketc
     """Returns exact norms of the tokens' and the prefixes' scores, and the tokens' sketches."""
     ids, own = rollout.ids.to(model.device), rollout.own.to(model.device)
     sketches, token_norms, prefix_norms = [], [], []
-    before = [torch.zeros_like(parameter).unsqueeze(0) for parameter in parameters]  # the score of what came before
+    before = [torch.zeros_like(parameter).unsqueeze(0) for parameter in parameters]  # score of the prefix
     for places in own.nonzero().squeeze(-1).split(min(TOKENS_TOGETHER, rows_at_once(parameters))):
-        so_far = ids[: int(places[-1]) + 1]  # what follows has no part in the scores, and backward would go through it
+        so_far = ids[: int(places[-1]) + 1]  # later tokens do not affect these scores, but would slow down backward
         chosen = torch.zeros_like(so_far, dtype=torch.bool).index_fill(0, places, True)
         log_probs = own_log_probs(model, so_far, torch.ones_like(so_far), chosen, temperature)
         vectors = scores(log_probs, parameters, torch.eye(len(places), device=ids.device))

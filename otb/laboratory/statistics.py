@@ -1,31 +1,31 @@
-"""Turns moments of prompts into statistics of estimators, with intervals over prompts. It imports no torch."""
+"""Turns the moments of prompts into statistics of estimators, with intervals over prompts. Imports no torch."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
-MOMENTS = ("power", "signal", "overlap", "truth")  # what otb.laboratory.moments.moments returns
+MOMENTS = ("power", "signal", "overlap", "truth")  # the keys that otb.laboratory.moments.moments returns
 RESAMPLES = 4000
-TAIL = 0.025  # left out at each end of a 95 % interval
+TAIL = 0.025  # beyond each end of a 95 % interval
 
 
 def estimator_statistics(table: pd.DataFrame, seed: int = 0, resamples: int = RESAMPLES) -> pd.DataFrame:
     """Returns a row per estimator and group size, with 95 % bootstrap intervals over prompts (`_low`, `_high`).
 
-    table: a row per prompt, estimator and group_size with MOMENTS. All estimators are resampled together, so that the
+    table: a row per prompt, estimator and group_size with MOMENTS. All estimators use the same resamples of prompts, so
     ratios are paired. resamples: their number; with 0 there are no intervals.
     With sums over prompts and c = overlap / truth, the estimator's scale:
         variance           power - signal, mean over prompts
-        noise              variance / (c^2 truth): noise-to-signal once the estimator is divided by its scale
-        relative_noise     noise over that of rloo at the same group size
-        over_probe         noise over that of energy_probe at the same group size
+        noise              variance / (c^2 truth): noise-to-signal after division by the scale
+        relative_noise     noise / noise of rloo at the same group size
+        over_probe         noise / noise of energy_probe at the same group size
         scale              c
         bias               ||E g - mu||^2 / ||mu||^2
         direction_bias     1 - cos^2(E g, mu)
-        energy_ratio       sum_t w_t A_t^2 / c^2 over that of the oracle, on the oracle's rollouts; no interval
-        cosine             <E g, mu> / sqrt(E||g||^2 ||mu||^2): of one group's gradient with the true one
-    NaN: the estimate of a denominator is not positive. KeyError: a prompt is missing for an estimator.
+        energy_ratio       sum_t w_t A_t^2 / c^2, divided by the oracle's, on the oracle's rollouts; no interval
+        cosine             <E g, mu> / sqrt(E||g||^2 ||mu||^2): cosine of one group's gradient and the true gradient
+    NaN: the estimate of a denominator is not positive. KeyError: an estimator lacks a prompt.
     """
     prompts = np.sort(table.prompt.unique())
     draws = np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), resamples)
@@ -48,9 +48,9 @@ def estimator_statistics(table: pd.DataFrame, seed: int = 0, resamples: int = RE
 
 
 def statistics(sums: dict[str, np.ndarray], prompts: int) -> dict[str, np.ndarray]:
-    """Returns the columns that `estimator_statistics` documents. sums: of the MOMENTS over prompts.
+    """Returns the columns that `estimator_statistics` documents. sums: the MOMENTS, summed over prompts.
 
-    NaN stands where an estimate of what must be positive is not: ||mu||^2 or ||E g||^2 is lost in the noise.
+    A column is NaN if it needs ||mu||^2 or ||E g||^2 and noise makes that estimate non-positive.
     """
     power, signal, overlap, truth = (sums[name] for name in MOMENTS)
     truth, known_signal = (np.where(estimate > 0, estimate, np.nan) for estimate in (truth, signal))
@@ -69,7 +69,7 @@ def statistics(sums: dict[str, np.ndarray], prompts: int) -> dict[str, np.ndarra
 def interval_columns(row: dict) -> dict:
     """Turns arrays (sample, resamples...) into value, _low and _high.
 
-    There is no interval (NaN) where more of the resamples are NaN than one tail holds: they would be its widest.
+    The interval is NaN if more resamples are NaN than one tail holds, because these would be the extreme values.
     """
     columns = {}
     for name, value in row.items():

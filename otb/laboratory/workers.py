@@ -1,4 +1,4 @@
-"""The jobs of the laboratory's processes. Each process loads the policy once; a job writes a file or returns rows."""
+"""Runs jobs in the laboratory's processes. Each process loads the policy once; a job writes a file or returns rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _policy: dict = {}  # model, sketch and temperature of this process
 
 
 def load_policy(base: str, revision: str | None, adapter: str | None):
-    """Returns the policy in float32 and evaluation mode. adapter: a folder with one of LoRA, or None."""
+    """Returns the policy in float32 and evaluation mode. adapter: a folder with a LoRA adapter, or None."""
     model = load_model(base, revision, "float32")
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
@@ -30,21 +30,21 @@ def load_policy(base: str, revision: str | None, adapter: str | None):
 
 
 def start(load: Callable, sketch: int, temperature: float) -> None:
-    """Prepares a process of the pool. load: returns the policy. sketch: its size."""
+    """Prepares a process of the pool. load: returns the policy. sketch: size of the sketches."""
     torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()  # the laboratory shows another
+    transformers.logging.disable_progress_bar()  # the laboratory shows its own
     model = load()
     _policy.update(model=model, sketch=Sketch(trainable(model), sketch), temperature=temperature)
 
 
 def whole_file(write: Callable, file: Path) -> None:
-    """Calls `write(file=...)` for a name beside the final one, so that what bears the final name is whole."""
+    """Calls `write` with a temporary path that is then renamed to `file`, so `file` is never incomplete."""
     with whole(file) as aside:
         write(file=aside)
 
 
 def measure_prompt(rollouts: list[Rollout], with_scores: bool, file: Path) -> None:
-    """Measures one prompt's rollouts and writes the measurements."""
+    """Measures one prompt's rollouts and writes the measurements to a file."""
     sketch = _policy["sketch"] if with_scores else None
     measure(_policy["model"], rollouts, _policy["temperature"], sketch).save(file)
 
@@ -69,10 +69,10 @@ def prompt_moments(
     count: int,
     bound: Path | None,
 ) -> list[dict]:
-    """Returns a row of moments per (name, group size) of `estimators`, with an oracle also its rollouts' energies.
+    """Returns a row of moments per (name, group size) in `estimators`, plus energies if there is an oracle.
 
-    index, file: of the prompt and its measurements. reference: a baseline whose gradients are unbiased and independent
-    of each other. count: partitions into groups. bound: the file of `bound_prompt`, or None.
+    index, file: the prompt's number and its measurements. reference: a baseline with unbiased gradients that are
+    independent between rollouts. count: partitions into groups. bound: the file of `bound_prompt`, or None.
     """
     prompt = Prompt(Measured.load(file))
     alone = torch.arange(len(prompt.rewards)).view(1, -1, 1)
@@ -92,9 +92,9 @@ def prompt_moments(
 
 
 def energies(prompt: Prompt, advantage, members, oracles) -> dict[str, float]:
-    """Returns the token-diagonal energy sum_t w_t A_t^2 per rollout, of the estimator and of the oracle.
+    """Returns the token-diagonal energy sum_t w_t A_t^2 per rollout, for the estimator and for the oracle.
 
-    advantage (K, M, T or 1), members (K, n, N) int, oracles (rollouts, 2, T): both are taken on the oracle's rollouts.
+    advantage (K, M, T or 1), members (K, n, N) int, oracles (rollouts, 2, T). Both use only the oracle's rollouts.
     """
     rollouts = len(oracles)
     scored = ~prompt.rewards[:rollouts].isnan()

@@ -1,1 +1,1 @@
-"""Finds, builds and loads policies: any transformers model by name, or the tiny one that is warm-started here."""
+"""Finds, builds and loads policies: any transformers model by name, or the tiny policy, which is warm-started here."""

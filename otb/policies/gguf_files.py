@@ -1,7 +1,7 @@
-"""Turns a GGUF file, the quantised form of llama.cpp, into an ordinary folder of transformers, once, in float32.
+"""Unpacks a GGUF file, llama.cpp's quantised format, into an ordinary transformers folder in float32, once.
 
-`describe_policy` and `policy_folder` (models.py) call it for `model.gguf_file`; whatever comes after them, vLLM and
-checkpoints too, sees the folder alone.
+`describe_policy` and `policy_folder` (models.py) call it for `model.gguf_file`; everything after them, including vLLM
+and checkpoints, sees only the folder.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from otb.policies.tiny_warm_start import default_cache_dir
 
 
 def unpacked(name: str, revision: str | None, gguf_file: str) -> Path:
-    """Returns the folder with the weights of a GGUF file in float32 and its tokenizer, made if no cache holds it.
+    """Returns a folder with the float32 weights and the tokenizer of a GGUF file, from the cache or newly made.
 
-    name: the folder or hub id that the file is in. The cache goes by the file's hash. Raises OSError or
-    ValueError where the file cannot be read, RunError where the cache cannot be written.
+    name: the folder or hub id that holds the file. The file's hash is the key of the cache. Raises OSError or
+    ValueError if the file cannot be read, RunError if the cache cannot be written.
     """
     folder = Path(name).expanduser()
     path = folder / gguf_file if folder.is_dir() else Path(hf_hub_download(name, gguf_file, revision=revision))
@@ -37,16 +37,16 @@ def unpacked(name: str, revision: str | None, gguf_file: str) -> Path:
 
 
 def _load(path: Path) -> tuple[Any, Any]:
-    """Returns model and tokenizer of a GGUF file, the model free of what marks it as quantised.
+    """Returns model and tokenizer of a GGUF file, without the marks of a quantised model.
 
-    transformers refuses to save a model that it has dequantised, so its weights go into a new one.
+    transformers refuses to save a model that it has dequantised, so the weights are copied into a new one.
     """
     place = {"pretrained_model_name_or_path": os.fspath(path.parent), "gguf_file": path.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**place, padding_side="left")
-        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting of transformers turns off
+        with contextlib.redirect_stderr(io.StringIO()):  # hides a progress bar that no setting turns off
             read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    except Exception as error:  # transformers' readers raise whatever a damaged file leads them to
+    except Exception as error:  # a damaged file can cause any error in transformers' readers
         raise ValueError(f"{type(error).__name__}: {first_line(error)}") from error
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config

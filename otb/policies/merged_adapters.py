@@ -1,7 +1,7 @@
-"""Merges adapters of LoRA, such as checkpoints of a run with `model.lora`, once into the weights of their base.
+"""Merges LoRA adapters, such as checkpoints of a run with `model.lora`, into the weights of their base, once.
 
-`describe_policy` and `policy_folder` (models.py) call it for a folder that holds an adapter; whatever comes after them,
-vLLM and checkpoints too, sees an ordinary folder of transformers, in float32.
+`describe_policy` and `policy_folder` (models.py) call it for a folder that holds an adapter; everything after them,
+including vLLM and checkpoints, sees an ordinary transformers folder in float32.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from otb.files import sha256_of
 from otb.policies.folders import ADAPTER, made_once, write_policy
 from otb.policies.tiny_warm_start import default_cache_dir
 
-FILES = (ADAPTER, "adapter_model.*", "tokenizer*", "chat_template*")  # of the adapter's folder, what is read
+FILES = (ADAPTER, "adapter_model.*", "tokenizer*", "chat_template*")  # files of the adapter that are read
 
 
 def merged(folder: Path, base: str, revision: str | None, base_facts: dict) -> Path:
-    """Returns the folder with base and adapter in one and their tokenizer, made if no cache holds it.
+    """Returns a folder with the merged weights and their tokenizer, from the cache or newly made.
 
-    folder: of the adapter. base, revision: of its base, a folder or hub id. base_facts: what `model_facts` says of it.
-    The cache goes by hashes of both. Raises ValueError where they do not go together, RunError where the cache cannot
-    be written.
+    folder: the adapter's. base, revision: its base, a folder or hub id. base_facts: the base's `model_facts`. Hashes of
+    both are the key of the cache. Raises ValueError if they do not fit together, RunError if the cache cannot be
+    written.
     """
     files = sorted(file for pattern in FILES for file in folder.glob(pattern))
     record = {"adapter": str(folder), "sha256": {file.name: sha256_of(file) for file in files}, "base": base_facts}
@@ -39,14 +39,14 @@ def merged(folder: Path, base: str, revision: str | None, base_facts: dict) -> P
 
 
 def _load(folder: Path, base: str, revision: str | None) -> tuple[Any, Any]:
-    """Returns model and tokenizer of an adapter: the tokenizer beside it, or where there is none that of the base."""
+    """Returns model and tokenizer of an adapter; without its own tokenizer, the tokenizer of the base."""
     own = (folder / "tokenizer_config.json").exists()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder if own else base, revision=None if own else revision)
         model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=torch.float32)
         with warnings.catch_warnings():
-            # else weights that the file lacks would stay what they are drawn as: those of the base
+            # a warning would leave weights that the file lacks at their initial values, which change nothing
             warnings.filterwarnings("error", message=".*missing adapter keys")
             return PeftModel.from_pretrained(model, folder).merge_and_unload(), tokenizer
-    except Exception as error:  # peft raises whatever the weights of another model lead it to
+    except Exception as error:  # weights of another model can cause any error in peft
         raise ValueError(f"{type(error).__name__}: {first_line(error)}") from error

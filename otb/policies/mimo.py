@@ -1,8 +1,9 @@
 """MiMo-7B (arXiv 2505.07608): Qwen2 with a multi-token-prediction head, for which transformers has no class.
 
-Importing this file makes transformers load it without code from the hub, as Qwen2, which drops the head's weights
-without a word; `shipped_head` reads them by hand. Names and order of the head's parts: vLLM's mimo_mtp.py; that it
-reads the states before the policy's final norm: vLLM's mimo.py, which takes that norm only before the LM head.
+After this file is imported, transformers loads MiMo as Qwen2, without code from the hub, and silently drops the head's
+weights; `shipped_head` reads them separately. The names and the order of the head's parts follow vLLM's
+mimo_mtp.py. The head reads the states before the policy's final norm, as vLLM's mimo.py shows: it applies that norm
+only before the LM head.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from transformers.utils import cached_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEAD = "model.mtp_layers.0."  # of the head that predicts the token after the next one; further ones are not read
-PARTS = {  # of the head -> of otb.methods.mtp.MTPHead; all others are those of its layer
+HEAD = "model.mtp_layers.0."  # the head that predicts the token after the next one; further heads are not read
+PARTS = {  # part of the head -> part of otb.methods.mtp.MTPHead; all other parts belong to its layer
     "token_layernorm": "embedding_norm",
     "hidden_layernorm": "state_norm",
     "input_proj": "projection",
@@ -28,13 +29,13 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class MiMoConfig(Qwen2Config):
-    """Describes MiMo: what Qwen2's configuration has, and the number of heads."""
+    """The configuration of MiMo: Qwen2's, plus the number of heads."""
 
     model_type = "mimo"
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """Computes what Qwen2 does. Weights of heads are left in the file."""
+    """A Qwen2 model that ignores the weights of the heads."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected = (r"model\.mtp_layers\.",)
@@ -45,9 +46,9 @@ AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 
 
 def files_of_head(place: str, revision: str | None = None) -> list[str]:
-    """Returns the files that hold the weights of a model's head, in safetensors and MiMo's layout.
+    """Returns the safetensors files with the weights of a model's head in MiMo's layout.
 
-    place: a folder or hub id; what the hub has is downloaded. Raises ValueError where there is no such head.
+    place: a folder or hub id, whose files are downloaded. Raises ValueError if there is no such head.
     """
     if (index := _file(place, INDEX, revision)) is not None:
         with open(index, encoding="utf8") as opened:
@@ -58,21 +59,21 @@ def files_of_head(place: str, revision: str | None = None) -> list[str]:
     files = [file for name in names if (file := _file(place, name, revision)) is not None and _holds_head(file)]
     if not files:
         raise ValueError(
-            f"weights=shipped: {place} has no weights named {HEAD}..., as XiaomiMiMo/MiMo-7B-RL has in its safetensors "
-            "files. Use weights=fresh, and warmup= for the head to learn."
+            f"weights=shipped needs weights named {HEAD}... in safetensors files, such as XiaomiMiMo/MiMo-7B-RL has; "
+            f"{place} has none. Use weights=fresh, with warmup= to train the head first."
         )
     return files
 
 
 def shipped_head(place: str, revision: str | None = None) -> dict[str, Tensor]:
-    """Returns the weights of a model's head by the names of otb.methods.mtp.MTPHead, read on the CPU in their own type.
+    """Returns the weights of a model's head under the names of otb.methods.mtp.MTPHead, on the CPU in the file's dtype.
 
-    place, revision: as in `files_of_head`. Raises ValueError where there is none.
+    place, revision: as in `files_of_head`. Raises ValueError if there is no head.
     """
     found: dict[str, Tensor] = {}
     for file in files_of_head(place, revision):
         with safe_open(file, "pt") as weights:
-            for key in weights.keys():  # noqa: SIM118, it is no dictionary
+            for key in weights.keys():  # noqa: SIM118, it is not a dictionary
                 if key.startswith(HEAD):
                     found[name_in_head(key.removeprefix(HEAD))] = weights.get_tensor(key)
     return found
@@ -90,7 +91,7 @@ def _holds_head(file: str) -> bool:
 
 
 def _file(place: str, name: str, revision: str | None) -> str | None:
-    """Returns where a file of a model is, None where it has no such file."""
+    """Returns the path of a model's file, None if the model has no such file."""
     try:
         return cached_file(place, name, revision=revision)
     except OSError:

@@ -1,7 +1,7 @@
-"""Loads policies by name: `tiny` (built here and warm-started), a hub id, or a local folder, all by one loader.
+"""Loads policies by name: `tiny` (built and warm-started here), a hub id or a local folder.
 
-Called by experiments/running/train.py in this order: `describe_policy` (tokenizer and configuration: small files), the
-checks of prompts and LoRA targets against them, `policy_folder` (the warm start), `load_model` (the weights).
+experiments/running/train.py calls in this order: `describe_policy` (tokenizer and configuration, which are small
+files), the checks of prompts and LoRA targets, `policy_folder` (the warm start), `load_model` (the weights).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def describe_policy(
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
     """Returns tokenizer and configuration of a policy, without its weights.
 
-    chat_template: `model.chat_template`, see templates.py; None keeps the tokenizer's own. The tokenizer's end token is
-    the one with which the template ends a turn. gguf_file: of `name`, which is unpacked on its first use; an adapter's
-    folder is then merged with its base. Raises RunError where they cannot be loaded, or where there is no chat
-    template: prompts are chat messages.
+    chat_template: `model.chat_template`, see templates.py; None keeps the tokenizer's own. The tokenizer's end token
+    becomes the one that ends a turn in the template. gguf_file: a file in `name`, unpacked on first use; likewise, an
+    adapter is merged with its base on first use. Raises RunError if they cannot be loaded, or if there is no chat
+    template, because prompts are chat messages.
     """
     if name == TINY:
         tokenizer = build_tokenizer()
@@ -54,7 +54,7 @@ def describe_policy(
         tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, padding_side="left")
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(place, revision, error) from error
-    except StrictDataclassError as error:  # a configuration that contradicts itself; its first line is a heading
+    except StrictDataclassError as error:  # the configuration contradicts itself; the error's first line is a heading
         raise _unreadable(place, revision, ValueError(str(error).rpartition("\n")[2].strip())) from error
     set_chat_template(tokenizer, chat_template, name)
     stop_at_end_of_turn(tokenizer)
@@ -69,13 +69,13 @@ def check_prompt_lengths(
     max_completion_length: int,
     tools: list[Callable] | None = None,
 ) -> int:
-    """Raises RunError where a prompt (chat messages) is longer than the limit, in tokens with the chat template.
+    """Raises RunError if a prompt (chat messages) is longer than the limit, in tokens with the chat template.
 
-    Returns how many bytes the longest text has: as many tokens at the most.
+    Returns an upper bound of the tokens of the longest prompt: its length in bytes, but at most the limit.
 
-    max_prompt_length: None for what the model's context leaves beside `max_completion_length`; no limit where the
-    configuration names no context. A token is at least one byte, so only texts of more bytes than that are tokenized.
-    tools: those that the chat template describes in every prompt.
+    max_prompt_length: None for the model's context minus `max_completion_length`; there is no limit if the
+    configuration states no context. A token has at least one byte, so only texts with more bytes than the limit are
+    tokenized. tools: the tools that the chat template describes in every prompt.
     """
     context = getattr(config, "max_position_embeddings", None)
     limit = max_prompt_length
@@ -96,17 +96,17 @@ def check_prompt_lengths(
             longest = max(longest, length)
             too_long += [row] if length > limit else []
     if too_long:
-        source = "max_prompt_length" if limit == max_prompt_length else "the model's context less a response's length"
+        source = "max_prompt_length" if limit == max_prompt_length else "the model's context minus a response's length"
         fix = f"Try max_prompt_length={longest}" if limit == max_prompt_length else "Lower task.max_completion_length"
         raise RunError(
-            f"{len(too_long)} prompts are longer than {limit} tokens ({source}), the first is row {too_long[0]}, the "
-            f"longest has {longest}. {fix}, or leave these rows out of the dataset."
+            f"{len(too_long)} prompts are longer than {limit} tokens ({source}): the first is row {too_long[0]}, the "
+            f"longest has {longest} tokens. {fix}, or leave these rows out of the dataset."
         )
     return most_bytes if limit is None else min(most_bytes, limit)
 
 
 def check_lora_targets(lora: LoraConfig, config: PreTrainedConfig) -> None:
-    """Raises RunError where a target of LoRA names no module of the architecture. Builds it without weights."""
+    """Raises RunError if a LoRA target names no module of the architecture, which is built without weights."""
     if lora.target_modules == "all-linear":
         return
     with torch.device("meta"):
@@ -118,13 +118,13 @@ def check_lora_targets(lora: LoraConfig, config: PreTrainedConfig) -> None:
         if not any(check_target_module_exists(pattern, name) for name in names):
             linear = sorted({name.rpartition(".")[2] for name in names})
             raise RunError(
-                f"model.lora.target_modules={target} matches no linear module of the model; each target must. Found: "
-                f"{', '.join(linear)}. Try model.lora.target_modules=all-linear."
+                f"model.lora.target_modules={target} matches no linear module of the model; each target must match "
+                f"one. Found: {', '.join(linear)}. Try model.lora.target_modules=all-linear."
             )
 
 
 def check_shipped_head(name: str, revision: str | None) -> None:
-    """Raises RunError where no weights of a multi-token-prediction head lie beside the model's own."""
+    """Raises RunError if the model's files hold no weights of a multi-token-prediction head."""
     try:
         files_of_head(_place(name, revision, None), revision)
     except ValueError as error:
@@ -139,11 +139,10 @@ def policy_folder(
     revision: str | None = None,
     gguf_file: str | None = None,
 ) -> str:
-    """Returns where the policy's files are: `name` itself, or a folder in the cache, built if it is not there.
+    """Returns the place of the policy's files: `name` itself, or a folder in the cache, which is made if necessary.
 
-    That is the warm-started one of "tiny", the unpacked one of `gguf_file`, a file of `name`, or the merged one of the
-    adapter in `name`. recipe: fields of `WarmStart`. A task without demonstrations gets the tiny policy of
-    `arithmetic`.
+    The cache holds warm-started tiny policies, unpacked files (`gguf_file` in `name`) and merged adapters. recipe:
+    fields of `WarmStart`. A task without demonstrations gets the tiny policy of `arithmetic`.
     """
     if name != TINY:
         return _place(name, revision, gguf_file)
@@ -164,10 +163,10 @@ def policy_folder(
 def load_model(
     folder: str, revision: str | None, dtype: str, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """Loads the policy's weights. Raises RunError where they cannot be loaded.
+    """Loads the policy's weights. Raises RunError if they cannot be loaded.
 
-    dtype: "float32" or "bfloat16". attn_implementation: of transformers, e.g. "sdpa", "flash_attention_2"; None for
-    its own choice.
+    dtype: "float32" or "bfloat16". attn_implementation: "sdpa", "flash_attention_2" or another name in transformers;
+    None for its default.
     """
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
@@ -177,10 +176,10 @@ def load_model(
 
 
 def model_facts(folder: str, revision: str | None) -> dict[str, str | dict | None]:
-    """Returns what environment.json says of the model: name and commit of a hub model, or hashes of a folder's weights.
+    """Returns the model's entries in environment.json: name and commit of a hub model, or hashes of a folder's weights.
 
-    With a folder that was made here (unpacked, merged, warm-started) stands what it was made from. The commit is that
-    of the cached files, which `describe_policy` has loaded before.
+    For a folder that was made here (unpacked, merged, warm-started) they include its origin. The commit is read from
+    the cache, which `describe_policy` has filled.
     """
     if Path(folder).is_dir():
         files = sorted(file for pattern in WEIGHT_FILES for file in Path(folder).glob(pattern))
@@ -198,8 +197,9 @@ def _place(name: str, revision: str | None, gguf_file: str | None) -> str:
         except (OSError, ValueError) as error:
             raise RunError(
                 f"model.gguf_file={gguf_file} of model.name={name} cannot be read: {first_line(error)}. It must be a "
-                "GGUF file of an architecture that transformers unpacks (Llama, Qwen2, Qwen3, ...), in a folder or on "
-                f"the hub; with network, run: python experiments/prefetch.py --model {name} --gguf-file {gguf_file}"
+                "GGUF file of an architecture that transformers can unpack (Llama, Qwen2, Qwen3, ...), in a folder or "
+                "on the hub. With network access, run: python experiments/prefetch.py --model "
+                f"{name} --gguf-file {gguf_file}"
             ) from error
     folder = Path(name).expanduser()
     if (base := base_of(folder)) is not None:
@@ -210,7 +210,7 @@ def _place(name: str, revision: str | None, gguf_file: str | None) -> str:
 def _merged(folder: Path, base: Base) -> str:
     place = _place(base.name, base.revision, None)
     try:
-        AutoConfig.from_pretrained(place, revision=base.revision)  # which says whether it is there, and of what commit
+        AutoConfig.from_pretrained(place, revision=base.revision)  # shows whether it exists, and caches its commit
     except (OSError, ValueError, KeyError) as error:
         reason = str(_unreadable(place, base.revision, error)).replace("model.name=", "base_model_name_or_path=")
         raise RunError(f"model.name={folder} is an adapter, and its base must be there: {reason}") from error
@@ -219,8 +219,8 @@ def _merged(folder: Path, base: Base) -> str:
     except (OSError, ValueError) as error:
         reason = first_line(error).rstrip(".")
         raise RunError(
-            f"model.name={folder} is an adapter that cannot be merged into {place}: {reason}. Both must be as they "
-            "were in training. Restore the folder, or correct base_model_name_or_path in its adapter_config.json."
+            f"model.name={folder} is an adapter that cannot be merged into {place}: {reason}. Both must be the same as "
+            "in training. Restore the folder, or correct base_model_name_or_path in its adapter_config.json."
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Trains on solved problems by TRL's SFTTrainer: a warm start for policies that solve nothing yet.
+"""Trains on solved problems with TRL's SFTTrainer: a warm start for policies that solve nothing yet.
 
-experiments/warm_start.py calls it. The tiny policy has a loop of its own (warm_start.py), whose weights every number of
-this project depends on.
+experiments/warm_start.py calls it. The tiny policy has its own loop (tiny_warm_start.py), because all numbers of this
+project depend on the weights that this loop produces.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ WARMUP_SHARE = 0.05  # of the steps
 
 @dataclass(frozen=True)
 class Supervision:
-    """How `supervised` trains: AdamW with a linear warm-up and a cosine decay to 0, gradients clipped at norm 1.
+    """Options of `supervised`: AdamW with a linear warm-up and a cosine decay to 0, gradients clipped at norm 1.
 
-    forward: chats of a forward; forwards: of an optimizer step. bf16: the forward computes in bfloat16.
+    forward: chats per forward; forwards: forwards per optimizer step. bf16: the forward computes in bfloat16.
     """
 
     steps: int
@@ -51,9 +51,9 @@ def supervised(
     """Trains the policy on the last message of every chat and returns it with the loss of each step, in nats per token.
 
     Prompts and padding never enter the loss. lora: trains adapters, which are merged into the weights at the end.
-    progress(step, steps, loss) is called after each step. tools: JSON schemas of what the chats call; then every
-    message of the assistant is learned, and no reply of a tool. Raises ValueError where the chat template does not tell
-    them apart.
+    progress(step, steps, loss) is called after each step. tools: JSON schemas of the tools that the chats call; every
+    assistant message is then learned, but no reply of a tool. Raises ValueError if the chat template does not mark the
+    assistant's tokens.
     """
     losses: list[float] = []
 
@@ -64,7 +64,7 @@ def supervised(
                 if progress is not None:
                     progress(state.global_step, how.steps, logs["loss"])
 
-    with tempfile.TemporaryDirectory() as folder:  # nothing is saved there
+    with tempfile.TemporaryDirectory() as folder:  # TRL requires one; nothing is saved there
         trainer = sft_trainer(model, tokenizer, chats, how, lora, folder, tools)
         trainer.add_callback(Losses())
         trainer.train()
@@ -81,7 +81,7 @@ def sft_trainer(
     folder: str,
     tools: list[dict] | None = None,
 ) -> SFTTrainer:
-    """Returns TRL's trainer over the chats of all steps, in their order. folder: for what it may write."""
+    """Returns TRL's trainer over the chats of all steps, in order. folder: the trainer may write there."""
     in_order = ordered(chats, how)
     if tools is None:
         rows = [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in in_order]
@@ -99,9 +99,9 @@ def sft_trainer(
 
 
 def ordered(chats: list[list[dict]], how: Supervision) -> list[list[dict]]:
-    """Returns the chats of all steps: passes in random order, and within a step by length.
+    """Returns the chats of all steps: random passes over `chats`, sorted by length within a step.
 
-    The forwards of a step then hold chats of similar length; mixed ones would be half padding.
+    Each forward then has chats of similar length; mixed lengths would be half padding.
     """
     draw, size = random.Random(how.seed), how.forward * how.forwards
     drawn: list[list[dict]] = []
@@ -112,7 +112,7 @@ def ordered(chats: list[list[dict]], how: Supervision) -> list[list[dict]]:
 
 
 def options(how: Supervision, folder: str, by_turns: bool) -> SFTConfig:
-    """Returns the options of the trainer. folder: for what it may write. by_turns: learn every assistant message."""
+    """Returns the trainer's options. folder: the trainer may write there. by_turns: learn every assistant message."""
     return SFTConfig(
         output_dir=folder,
         max_steps=how.steps,

@@ -1,7 +1,7 @@
 """Builds the tiny policy in code, without a download: a Qwen3 of 0.35 M parameters, its tokenizer and chat template.
 
-Called by warm_start.py, which trains it and saves it in the ordinary transformers format: the saved folder loads
-with AutoModelForCausalLM and AutoTokenizer like any model of the hub.
+tiny_warm_start.py trains it and saves it in the ordinary transformers format: the saved folder loads with
+AutoModelForCausalLM and AutoTokenizer like any model of the hub.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TOOL_TAGS = ("<tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
-# Pieces are whole tokens; every other text falls back to single bytes. The order is part of the tokenizer.
+# Each piece is one token; all other text is split into bytes. The order is part of the tokenizer.
 CHAT_PIECES = ("user\n", "assistant\n", "system\n", "\\boxed{")
 PYTHON_PIECES = (
     '{"name": "python", "arguments": {"code": "', '{"name": "', '", "arguments": {', '"}}', "print(",
@@ -41,8 +41,8 @@ ENGLISH_PIECES = tuple(" " + word for word in ENGLISH.split())
 ENDINGS = "ing ed er es tion ly 's th st an in on re al or en ar it"
 PIECES = (*CHAT_PIECES, *PYTHON_PIECES, *ARITHMETIC_PIECES, *ENGLISH_PIECES, *ENDINGS.split())
 
-# ChatML like Qwen3's, each turn independent of what follows it (TRL's tool loop needs that). The tools' schemas are not
-# spelled out, `<tools>` says that there are some: their JSON text would be many times longer than an arithmetic prompt.
+# ChatML like Qwen3's; a turn's text never depends on later turns, as TRL's tool loop requires. `<tools>` replaces the
+# tools' JSON schemas, which would be many times longer than an arithmetic prompt.
 CHAT_TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n<tools><|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
@@ -67,7 +67,7 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# How TRL reads a response back into a chat message. It knows published templates by their exact text, and not this one.
+# Lets TRL parse a response into a chat message: TRL recognises only published templates, by their exact text.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -85,9 +85,9 @@ RESPONSE_TEMPLATE = {
 
 
 def build_tokenizer() -> PreTrainedTokenizerBase:
-    """Builds a tokenizer of about 520 tokens: 256 bytes, `PIECES`, tool tags, specials. Any text decodes to itself.
+    """Builds a lossless tokenizer of about 520 tokens: 256 bytes, `PIECES`, tool tags and special tokens.
 
-    Segmentation takes the fewest tokens. Digits are single tokens. Padding is on the left, eos is `<|im_end|>`.
+    It splits text into the fewest tokens. Digits are single tokens. Padding is on the left, eos is `<|im_end|>`.
     """
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spelled = [to_bytes.pre_tokenize_str(piece)[0][0] for piece in dict.fromkeys(PIECES)]
@@ -128,7 +128,7 @@ def model_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3ForCausalLM:
-    """Builds the untrained float32 model. Its weights follow from the seed; the global random state stays as it was."""
+    """Builds the untrained float32 model. Its weights depend only on the seed; the global random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(model_config(tokenizer)).float()

@@ -1,7 +1,7 @@
-"""Warm-starts the tiny policy by supervised steps on a task's noisy demonstrations, once per recipe, then from a cache.
+"""Warm-starts the tiny policy with supervised steps on a task's noisy demonstrations, and caches it per recipe.
 
-experiments/, the variance laboratory and tests call `warm_start` for `model=tiny`. RL seeds vary the RL alone: every
-run of a task starts from the same policy unless `WarmStart.seed` says otherwise.
+experiments/, the variance laboratory and tests call `warm_start` for `model=tiny`. RL seeds affect only RL: all runs of
+a task start from the same policy unless `WarmStart.seed` differs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-RECIPE_VERSION = 1  # raise it when this file changes what comes out of a recipe
+RECIPE_VERSION = 1  # increase it when a change of this file changes the weights of a recipe
 DIGESTED_DEMONSTRATIONS = 512
 NOT_IN_LOSS = -100
 WARMUP_STEPS = 20
@@ -41,18 +41,18 @@ class DemonstratedTask(Protocol):
     name: str
 
     def demonstrations(self, seed: int, n: int, noise: float) -> list[list[dict]]:
-        """Returns `n` chats for the template; a larger `n` only adds to them.
+        """Returns `n` chats for the template; a larger `n` appends more.
 
-        noise: 0 = careful and right, 1 = as unreliable as the warm-started policy is meant to be.
+        noise: 0 = careful and right, 1 = as unreliable as the warm-started policy should be.
         """
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """A recipe: `steps` AdamW steps on `batch` fresh demonstrations each; linear warm-up, then cosine decay to 0.
+    """A recipe of `steps` AdamW steps on `batch` fresh demonstrations each; linear warm-up, then cosine decay to 0.
 
-    The first `careful_steps` see demonstrations of little noise, from which arithmetic is learned three times as fast;
-    the rest see the full noise, which leaves the policy unsure and RL something to improve.
+    The first `careful_steps` use demonstrations with little noise, from which the policy learns arithmetic three times
+    as fast. The others use the full noise, which leaves the policy unsure and gives RL something to improve.
     """
 
     steps: int = 620
@@ -68,11 +68,11 @@ class WarmStart:
             if getattr(self, key) <= 0:
                 raise ValueError(f"{key}={getattr(self, key)} must be positive. Try the default of WarmStart.")
         if not 0 <= self.careful_steps <= self.steps:
-            raise ValueError(f"careful_steps={self.careful_steps} must lie in 0..steps={self.steps}. Try steps // 2.")
+            raise ValueError(f"careful_steps={self.careful_steps} must be 0 to steps={self.steps}. Try steps // 2.")
 
 
 def default_cache_dir() -> Path:
-    """Returns `$OTB_CACHE`, or `~/.cache/otb` where it is not set."""
+    """Returns `$OTB_CACHE`, or `~/.cache/otb` if it is not set."""
     return Path(os.environ.get("OTB_CACHE") or Path.home() / ".cache" / "otb")
 
 
@@ -84,10 +84,9 @@ def warm_start(
 ) -> Path:
     """Returns the folder of the warm-started policy and its tokenizer, in the transformers format.
 
-    It is trained if no cache holds it. progress(step, steps, loss) is called after each step, loss in nats per token,
-    and never when the cache answers. However many processes ask at once, one trains and the others wait. A killed call
-    leaves nothing that a later one takes for a policy. Training takes one thread, so that the weights do not depend on
-    the number of cores.
+    It is trained unless the cache has it. progress(step, steps, loss) is called after each training step, loss in nats
+    per token. If several processes call at once, one trains and the others wait. A killed call leaves nothing that a
+    later call could mistake for a policy. Training uses one thread, so the number of cores does not affect the weights.
     """
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     folder = cache / f"{task.name}-{recipe_key(task, recipe)}"
@@ -106,10 +105,10 @@ def warm_start(
 
 
 def recipe_key(task: DemonstratedTask, recipe: WarmStart) -> str:
-    """Returns 16 hexadecimal digits of everything that decides the weights.
+    """Returns 16 hexadecimal digits, a hash of everything that determines the weights.
 
-    The task enters by its demonstrations rather than its parameters: editing their generator gives another policy, and
-    asking for more training prompts does not.
+    For the task it hashes demonstrations, not parameters: a change of their generator gives another policy, a change of
+    `train_prompts` does not.
     """
     tokenizer = build_tokenizer()
     ingredients = {
@@ -156,7 +155,7 @@ def train(
 
 
 def _batches(demonstrations: list, recipe: WarmStart) -> list[list]:
-    """Returns batches of similar length in random order: mixed ones would be half padding."""
+    """Returns batches in random order, each of chats with similar length: mixed lengths would be half padding."""
     draw, pool, batches = random.Random(recipe.seed), 16 * recipe.batch, []
     for start in range(0, len(demonstrations), pool):
         alike = sorted(demonstrations[start : start + pool], key=lambda chat: len(str(chat)))
@@ -168,7 +167,7 @@ def _batches(demonstrations: list, recipe: WarmStart) -> list[list]:
 def encode(chats: list[list[dict]], tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
     """Returns input_ids, attention_mask and labels of B chats, (B, L) each, padded right.
 
-    Labels stand on assistant tokens only.
+    Only assistant tokens have labels.
     """
     rendered = tokenizer.apply_chat_template(chats, return_dict=True, return_assistant_tokens_mask=True)
     ids = [torch.tensor(row) for row in rendered["input_ids"]]

@@ -1,12 +1,12 @@
-"""Reads and writes the run directory. It imports no torch: analysis, SLURM and the command line read it.
+"""Reads and writes the run directory. It imports no torch, because analysis, SLURM and the command line use it.
 
 config.yaml         the resolved configuration          environment.json   versions, commit, host, data
 metrics.jsonl       a row per step, append-only         evaluations.jsonl  a row per evaluation
 status.json         state and progress                  rollouts/          samples, a parquet file per kept step
-checkpoints/        step-00000040/, complete or absent  discarded.jsonl    rows that a resumed run wrote again
+checkpoints/        step-00000040/, complete or absent  discarded.jsonl    rows that a resume replaced
 evaluations/        a row per evaluated sample, parquet  lock.json         the process that writes, see lock_file.py
 run_id              the name of this run at a tracker
-begun_by            the sweep or SLURM job whose first start of the run this is, if any
+begun_by            the sweep or SLURM job that first started this run, if any
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from otb.records.lock_file import has_process, is_here, read_lock
 
 
 def read_rows(path: Path) -> Iterator[dict]:
-    """Yields the rows of a jsonl file but a last line that a crash cut short; none where there is no file."""
+    """Yields the rows of a jsonl file, except a last line that a crash cut short; nothing if there is no file."""
     if not path.exists():
         return
     with open(path, encoding="utf8") as file:
@@ -38,12 +38,12 @@ def read_rows(path: Path) -> Iterator[dict]:
                 if line.endswith("\n"):
                     raise RunError(
                         f"{path} holds a damaged line: {line[:80]!r}. Every line but the last must be a JSON object. "
-                        "Restore the file, or start anew with overwrite=true."
+                        "Restore the file, or start over with overwrite=true."
                     ) from None
 
 
 class RunDirectory:
-    """One run: its files, its progress, its checkpoints. A single process writes (`RunLock`), any may read."""
+    """One run: its files, its progress, its checkpoints. A single process writes (`RunLock`); others may read."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -82,38 +82,38 @@ class RunDirectory:
         return "killed" if state == "running" and is_here(holder) and not has_process(holder) else state
 
     def write_status(self, state: str, **facts) -> None:
-        """Replaces the status. Raises RunError where it cannot be written."""
+        """Replaces the status. Raises RunError if it cannot be written."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         write_atomically(self.status_file, json.dumps({"state": state, "updated": now, **facts}, indent=1) + "\n")
 
     def run_id(self) -> str:
-        """Returns eight characters that name this run at a tracker: kept by a resume, new after overwrite=true."""
+        """Returns the run's name at a tracker, eight characters; a resume keeps it, overwrite=true renews it."""
         if not self.run_id_file.exists():
-            write_once(self.run_id_file, secrets.token_hex(4))  # every process of a run asks, at about the same time
+            write_once(self.run_id_file, secrets.token_hex(4))  # all processes of a run call this at the same time
         return self.run_id_file.read_text(encoding="utf8").strip()
 
     def begun_by(self) -> str | None:
-        """Returns what `note_beginning` was told; None where it was not called."""
+        """Returns the sweep or job that `note_beginning` recorded, None without one."""
         try:
             return self.begun_by_file.read_text(encoding="utf8").strip()
         except FileNotFoundError:
             return None
 
     def note_beginning(self, started_by: str | None) -> None:
-        """Keeps the name of the sweep or job that begins this run, by which overwrite=true is known to be obeyed."""
+        """Records the sweep or job that begins this run; a restart then knows that overwrite=true was obeyed."""
         if started_by is not None:
             write_atomically(self.begun_by_file, started_by)
 
     def evaluation_samples(self, step: int) -> Path:
-        """Returns the file that holds the samples of an evaluation, whether there is one or not."""
+        """Returns the path for the samples of an evaluation, whether or not it exists."""
         return self.evaluations / f"step-{step:08d}.parquet"
 
     # ---- rows
 
     def append(self, file: Path, row: dict) -> None:
-        """Appends one line, which the operating system has whole before the call returns, or not at all.
+        """Appends one line completely or not at all, as far as the operating system is concerned.
 
-        Raises RunError where it cannot be written, ValueError for NaN or infinity, which JSON does not have.
+        Raises RunError if it cannot be written, ValueError for NaN or infinity, which JSON does not have.
         """
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         try:
@@ -124,7 +124,7 @@ class RunDirectory:
                     while line:
                         line = line[os.write(descriptor, line) :]
                 except OSError:
-                    os.ftruncate(descriptor, end)  # a full disk takes the first part of a line
+                    os.ftruncate(descriptor, end)  # a full disk keeps the first part of a line
                     raise
             finally:
                 os.close(descriptor)
@@ -132,27 +132,29 @@ class RunDirectory:
             raise unwritable(file, error) from error
 
     def last_metrics(self) -> dict:
-        """Returns the last metrics row, {} where there is none."""
+        """Returns the last metrics row, {} if there is none."""
         row: dict = {}
         for row in read_rows(self.metrics_file):  # noqa: B007 - the last row is returned
             pass
         return row
 
     def discard_after(self, step: int) -> int:
-        """Moves metric and evaluation rows of steps after `step` to discarded.jsonl. Returns how many."""
+        """Moves metric and evaluation rows of steps after `step` to discarded.jsonl, and returns their number."""
         kept, discarded = {}, []
         for file in (self.metrics_file, self.evaluations_file):
             rows = list(read_rows(file))
             kept[file] = [row for row in rows if row["step"] <= step]
             discarded += [{"file": file.name, **row} for row in rows if row["step"] > step]
         earlier = list(read_rows(self.discarded_file))
-        if discarded:  # first here, so that a kill between the two writes loses none and, as times differ, doubles none
+        if (
+            discarded
+        ):  # written first: a kill before the next write then loses no row, and `not in earlier` doubles none
             write_rows(self.discarded_file, earlier + [row for row in discarded if row not in earlier])
         for file, rows in kept.items():
-            if file.exists():  # rewritten even where no row goes: a crash may have cut its last line
+            if file.exists():  # rewritten even if it loses no row: a crash may have cut its last line
                 write_rows(file, rows)
         for folder in (self.rollouts, self.evaluations):
-            for sample in folder.glob("step-*.parquet"):  # failed-*.parquet is evidence and stays
+            for sample in folder.glob("step-*.parquet"):  # failed-*.parquet is kept as evidence
                 if sample_step(sample) > step:
                     sample.unlink()
         return len(discarded)
@@ -160,19 +162,18 @@ class RunDirectory:
     # ---- checkpoints
 
     def checkpoint(self, step: int) -> Path:
-        """Returns the folder of the checkpoint of a step, whether there is one or not."""
+        """Returns the path for the checkpoint of a step, whether or not it exists."""
         return self.checkpoints / f"step-{step:08d}"
 
     def checkpoint_steps(self) -> list[int]:
-        """Returns the steps of the complete checkpoints, ascending: a folder under its final name is complete."""
+        """Returns the steps of the complete checkpoints, ascending; a folder with its final name is complete."""
         names = (path.name for path in self.checkpoints.glob("step-*"))
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
 
     def publish_checkpoint(self, written: Path, step: int) -> Path:
-        """Makes a fully written folder a checkpoint: fsync, then rename; nothing incomplete bears its name.
+        """Makes a fully written folder a checkpoint by fsync and rename, so no checkpoint is ever incomplete.
 
-        The rows up to it reach the disk first: after a power failure no checkpoint lacks the rows of its steps.
-        Raises OSError.
+        The rows of its steps reach the disk first, so they exist even after a power failure. Raises OSError.
         """
         for file in (self.metrics_file, self.evaluations_file):
             sync_file(file)
@@ -183,20 +184,20 @@ class RunDirectory:
         return final
 
     def best_checkpoint_step(self) -> int | None:
-        """Returns the step of the checkpoint with the highest evaluated accuracy, the earliest of equals."""
+        """Returns the step of the checkpoint with the highest evaluated accuracy; the earliest if there are several."""
         complete = set(self.checkpoint_steps())
         rows = (row for row in read_rows(self.evaluations_file) if row["step"] in complete and "accuracy" in row)
         scores = {row["step"]: row["accuracy"] for row in rows}
         return max(scores, key=lambda step: (scores[step], -step), default=None)
 
     def prune_checkpoints(self, resume_files: tuple[str, ...]) -> None:
-        """Keeps the last and the best; of the best only what evaluation needs, without `resume_files` (patterns)."""
+        """Deletes all checkpoints but the last and the best, and the best's `resume_files` (patterns)."""
         steps = self.checkpoint_steps()
         best = self.best_checkpoint_step()
         for step in steps[:-1]:
             if step != best:
                 aside = self.checkpoints / f".old-{step:08d}"
-                os.rename(self.checkpoint(step), aside)  # at once incomplete by name, whatever happens next
+                os.rename(self.checkpoint(step), aside)  # its name says at once that it is incomplete
                 shutil.rmtree(aside)
                 continue
             for pattern in resume_files:
@@ -204,18 +205,18 @@ class RunDirectory:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def clear_unfinished(self) -> None:
-        """Removes what a killed process left half-written."""
+        """Removes files and folders that a killed process left half-written."""
         for pattern in (".writing*", ".old-*"):
             for path in self.checkpoints.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
         folders = (self.path, self.rollouts, self.evaluations)
         for path in [path for folder in folders for path in folder.glob(".*.[0-9]*")]:
-            if not path.name.startswith(".lock"):  # another process may just be asking for the lock
+            if not path.name.startswith(".lock"):  # another process may be taking the lock
                 path.unlink(missing_ok=True)
 
 
 def write_rows(file: Path, rows: list[dict]) -> None:
-    """Replaces the rows of a jsonl file: it holds the old ones or the new ones, whatever happens."""
+    """Replaces the rows of a jsonl file; after a crash it holds either the old rows or the new ones."""
     write_atomically(file, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
 
@@ -225,5 +226,5 @@ def sample_step(sample: Path) -> int:
 
 
 def timestamp() -> str:
-    """Returns the time of day as it stands in file names, such as 20260131-235959."""
+    """Returns the current time in the form used in file names, such as 20260131-235959."""
     return time.strftime("%Y%m%d-%H%M%S")

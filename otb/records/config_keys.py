@@ -1,12 +1,12 @@
-"""Says which keys of a configuration make no other run: where and how it is made, and those that came later.
+"""Lists the configuration keys that do not distinguish runs: where and how a run is made, and keys added later.
 
-Run directories, measurements, evaluations and the rows of the study are told apart by the other keys.
+The other keys distinguish run directories, measurements, evaluations and rows of the study.
 """
 
 from __future__ import annotations
 
-# Configuration keys that say only where and how a run is made, not what is computed; `steps` because more of them
-# continue a run. They name no other run directory (experiments/) and make no other setting (analysis/).
+# Keys that say only where and how a run is made, not what it computes; `steps` is one, because more steps continue a
+# run. They change neither the name of the run directory (experiments/) nor the setting (analysis/).
 WHERE_AND_HOW = (
     "runs_dir",
     "overwrite",
@@ -29,8 +29,8 @@ WHERE_AND_HOW = (
     "trainer.run_name",
     "trainer.use_cpu",
 )
-# Keys that run directories of earlier versions lack, with what those runs did. Neither their absence nor this value
-# makes another run or another setting.
+# Keys that run directories of earlier versions lack, with the value that those runs used. A run without the key and a
+# run with this value are the same run and the same setting.
 ADDED_LATER = {
     "auxiliary._target_": None,
     "evaluation.data_dir": None,
@@ -38,7 +38,7 @@ ADDED_LATER = {
     "evaluation.tasks": None,
     "geometric_ratio_band": None,
     "improvement._target_": None,
-    "lean_steps": True,  # which draws other random numbers than runs from before it, of the same distribution
+    "lean_steps": True,  # draws other random numbers than earlier runs, from the same distribution
     "model.attn_implementation": None,
     "model.chat_template": None,
     "model.gguf_file": None,
@@ -46,12 +46,12 @@ ADDED_LATER = {
     "schedule._target_": None,
     "task.instruction": None,
     "token_weights._target_": None,
-    "task.files": "simplelr_qwen_level3to5/train.parquet",  # of math_lvl3to5, which was read from a local folder alone
-    "trainer.vllm_importance_sampling_clip_max": 2.0,  # read by vLLM alone, which those runs did not use
+    "task.files": "simplelr_qwen_level3to5/train.parquet",  # of math_lvl3to5, once only a local folder
+    "trainer.vllm_importance_sampling_clip_max": 2.0,  # only for vLLM, which those runs did not use
     "trainer.vllm_importance_sampling_mode": "token_truncate",
 }
 
-# Classes that have moved since runs named them: a run is the same run under either name, so both are read as the first.
+# Classes that have moved: a run is the same run under either name, so both are read as the first.
 FIRST_NAMES = {
     "otb.methods.auxiliary.MultiTokenPrediction": "otb.auxiliary.MultiTokenPrediction",
     "otb.methods.improvement.PolicyImprovement": "otb.improvement.PolicyImprovement",
@@ -61,19 +61,19 @@ FIRST_NAMES = {
 
 
 def is_one_of(key: str, names: tuple[str, ...]) -> bool:
-    """Tells whether a dotted configuration key is one of `names`, or lies below one of them."""
+    """Returns whether a dotted configuration key is one of `names` or is below one of them."""
     return any(key == name or key.startswith(name + ".") for name in names)
 
 
 def is_as_before(key: str, value: object) -> bool:
-    """Tells whether a key of ADDED_LATER has the value with which runs from before it were made."""
+    """Returns whether a key of ADDED_LATER has the value that earlier runs used."""
     return key in ADDED_LATER and value == ADDED_LATER[key]
 
 
 def flatten(config: dict, prefix: str = "") -> dict:
     """Returns a configuration with dotted keys, {"a": {"b": 1}} -> {"a.b": 1}; an empty mapping stays a value.
 
-    A class that has moved is given the name that the first runs recorded, whichever of the two it has here.
+    A class that has moved gets the name that the first runs recorded.
     """
     flat: dict[str, object] = {}
     for key, value in config.items():

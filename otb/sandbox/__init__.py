@@ -1,23 +1,23 @@
-"""Runs model-written Python as hostile code and distinguishes how it ended.
+"""Runs model-written Python as hostile code and reports how it ended.
 
 The tool environment calls `Sandbox.run_many` once per turn; `run_python` runs a single program. conf/sandbox/*.yaml
 chooses the backend: `bubblewrap` (the default), `http` (a SandboxFusion server) or `unsafe_subprocess` (no isolation).
 
-Covered, by bubblewrap:
-- Files: a program sees Python, the allowed packages and a private /tmp that ends with it; nothing of the host.
-- Network, other processes, environment variables, devices beyond /dev/null and its like: none.
-- Kernel calls: an allow list; starting programs, sockets, namespaces, ptrace and more fail with EPERM.
-- Time, memory, processes, files and output: limits of a call, all its processes together.
-- What is left behind: nothing. A call ends with all that it started, and the sandbox ends with the trainer.
+bubblewrap protects:
+- Files: a program sees Python, the allowed packages and a private /tmp that vanishes with it; nothing of the host.
+- Network, other processes, environment variables, devices other than /dev/null and similar: a program sees none.
+- System calls: an allow list; starting programs, sockets, namespaces, ptrace and more fail with EPERM.
+- Time, memory, processes, files and output: limits of a call, for all its processes together.
+- Leftovers: none. A call ends with everything that it started, and the sandbox ends with the trainer.
 
-Not covered:
-- Exploits of the kernel, which all share. A virtual machine is the boundary for that.
+Not protected:
+- Exploits of the kernel, which all processes share. Only a virtual machine protects against them.
 - Side channels and contention: caches, timing, the load of the machine.
-- What a program says about itself: it can fake its own exit code and output, never those of another call.
+- A program's own result: it can fake its own exit code and output, but never those of another call.
 - Knowledge of the machine: kernel version, cores, memory size, clock.
-- Everything, with `unsafe_subprocess`; what the server does, with `http`.
+- With `unsafe_subprocess`, anything; with `http`, what happens on the server.
 
-docs/sandbox.md says how each of these is done and tested. This package imports no torch.
+docs/sandbox.md describes how each protection works and is tested. This package imports no torch.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from typing import Literal
 
 Status = Literal["ok", "user_error", "timeout", "memory", "output_limit", "sandbox_failure"]
 
-CODE_BYTES = 1 << 20  # longer programs are not run; a policy's response is far shorter
+CODE_BYTES = 1 << 20  # longer programs are not run; responses of a policy are far shorter
 TRUNCATED = "\n... [output truncated]"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one call, for all its processes together (docs/sandbox.md says which of them are polled).
+    """The limits of one call, for all its processes together (docs/sandbox.md says which are polled).
 
     Args:
         wall_seconds: Time from the program's first instruction to its end.
         cpu_seconds: CPU time.
         memory_bytes: Memory.
-        processes: Processes and threads, the first one included.
-        file_bytes: Size of all files together; they live in memory and vanish with the call.
-        output_characters: Characters of stdout, and again of stderr.
+        processes: Processes and threads, including the first.
+        file_bytes: Size of all files together; they are in memory and vanish with the call.
+        output_characters: Characters of stdout, and the same number for stderr.
 
     Raises:
         ValueError: A limit is not positive.
@@ -69,14 +69,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """Says how one program ended, and what it printed.
+    """How one program ended, and its output.
 
     Args:
         status: ok; user_error (exception, exit code, crash); timeout (wall or CPU); memory; output_limit; or
-            sandbox_failure (not the program's fault). It is a claim about the program itself: code can fake its own.
-        stdout: what it printed, at most `output_characters` and the marker.
-        error: what it wrote to stderr (its traceback), or which limit it hit.
-        seconds: wall seconds of the program alone, without the sandbox's own start-up.
+            sandbox_failure (not the program's fault). A program can fake its own status.
+        stdout: its standard output, at most `output_characters` and the marker.
+        error: its standard error (the traceback), or the limit that it exceeded.
+        seconds: wall seconds of the program alone, without starting the sandbox.
     """
 
     status: Status
@@ -91,14 +91,14 @@ class Result:
 
 
 class SandboxFailure(RuntimeError):
-    """The sandbox itself failed, twice; the run should stop instead of training on wrong tool results."""
+    """The sandbox itself failed twice; the run should stop rather than train on wrong tool results."""
 
 
 class Sandbox(ABC):
-    """Runs programs under limits, `workers` of them side by side. Thread-safe; lives as long as the run.
+    """Runs programs under limits, `workers` at a time. Thread-safe; lives as long as the run.
 
     Args:
-        limits: Of calls that bring none.
+        limits: Default limits of a call.
         workers: Programs that run at the same time; None = one per core of this process.
     """
 
@@ -108,17 +108,17 @@ class Sandbox(ABC):
 
     @abstractmethod
     def _attempt(self, codes: Sequence[str], limits: Limits) -> list[Result]:
-        """Runs programs side by side and returns a result each; sandbox_failure is a status here, no exception."""
+        """Runs programs in parallel and returns a result for each; sandbox_failure is a status here, not an error."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises SandboxFailure with the value, the rule and the fix where this backend cannot keep its promises."""
+        """Raises SandboxFailure, with a fix, if this backend cannot keep its promises on this machine."""
 
     def close(self) -> None:  # noqa: B027 -- a backend that holds nothing has nothing to close
         """Ends everything that the sandbox started. Safe to call twice."""
 
     def run_many(self, codes: Sequence[str], limits: Limits | None = None) -> list[Result]:
-        """Runs programs and returns their results, in their order; those that the sandbox failed are tried once more.
+        """Runs programs and returns their results in order; after a sandbox failure, a program is tried once more.
 
         Raises:
             SandboxFailure: The sandbox failed twice on one program.
@@ -153,7 +153,7 @@ class Sandbox(ABC):
 
 
 def _refused(code: str) -> Result | None:
-    """Returns the result of a program that is too long to be run; None for any other."""
+    """Returns the result of a program that is too long to run; None for any other program."""
     length = len(code.encode("utf-8", "surrogatepass"))
     if length <= CODE_BYTES:
         return None
@@ -178,14 +178,14 @@ def run_python(code: str, limits: Limits | None = None) -> Result:
 
 
 def clean(text: str, limit: int) -> str:
-    """Returns at most `limit` characters and the marker, without control characters; tabs and line ends stay."""
+    """Returns at most `limit` characters and the marker, without control characters except tabs and line ends."""
     text = text.replace("\r\n", "\n")
     cut = text if len(text) <= limit else text[:limit] + TRUNCATED
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in cut)
 
 
 def neutralise(text: str, special_tokens: Sequence[str]) -> str:
-    """Splits every special token that stands in the text by a zero-width space: it is tokenized as plain text."""
+    """Splits every special token in the text with a zero-width space, so it is tokenized as plain text."""
     for token in sorted(filter(None, special_tokens), key=len, reverse=True):
         text = text.replace(token, f"{token[0]}\N{ZERO WIDTH SPACE}{token[1:]}")
     return text

@@ -1,11 +1,11 @@
-"""The small process between the trainer and bubblewrap: it starts the sandbox and holds every call to its limits.
+"""The small process between the trainer and bubblewrap: it starts the sandbox and enforces the limits of every call.
 
-The trainer starts it before it grows (forking a process of many gigabytes is slow, and bubblewrap's die-with-parent
-follows the thread that started it) and speaks to it over a socket: the set-up first, then one request a call. It ends
-with the trainer, however that ends, and everything in the sandbox ends with it.
+The trainer starts it early, because forking a process of many gigabytes is slow and bubblewrap's die-with-parent
+follows the thread that started it. It receives the set-up over a socket, then one request a call. It ends with the
+trainer, however the trainer ends, and everything in the sandbox ends with it.
 
-It is run as a script and imports the standard library only: it shares no module with the trainer or with runner.py, so
-that nothing of theirs can reach it. What it must have in common with runner.py is written in both files.
+It runs as a script and imports only the standard library. It shares no module with the trainer or with runner.py, so
+neither can affect its code. Constants that it shares with runner.py are written in both files.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ REQUEST = struct.Struct("=QdQQQ")
 REPORT = struct.Struct("=BQid")
 READY, STARTED, ENDED = range(3)
 
-START_SECONDS = 60  # from a request to the program's first instruction; a loaded machine needs some of it
-TICK = 0.02  # seconds between two looks at memory and CPU time
+START_SECONDS = 60  # from a request to the program's first instruction; long, for a loaded machine
+TICK = 0.02  # seconds between two checks of memory and CPU time
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CLOCK = os.sysconf("SC_CLK_TCK")
 
@@ -36,22 +36,22 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def drop_root(setup):
-    """Binds the runtime where another uid can read it (in a mount namespace of its own) and becomes that uid.
+    """Binds the runtime to where another uid can read it, in a private mount namespace, and becomes that uid.
 
-    The kernel never enforces RLIMIT_NPROC for the host's uid 0, whatever it is called inside, and lets it write to
-    /proc/sys; the Python installation often lies in a folder that only root may enter.
+    The kernel never enforces RLIMIT_NPROC for the host's uid 0, even under another uid inside, and lets it write to
+    /proc/sys. The Python installation is often in a folder that only root may enter.
     """
     ms_bind, ms_rec, ms_private, clone_newns = 4096, 16384, 1 << 18, 0x00020000
     libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
-    refusal = "root without the right to mount cannot hand the runtime to another uid"
+    refusal = "root without the right to mount cannot show the runtime to another uid"
     if libc.unshare(clone_newns) != 0 or libc.mount(b"none", b"/", None, ms_rec | ms_private, None) != 0:
         raise OSError(ctypes.get_errno(), refusal)
-    opened = [os.open(source, os.O_PATH) for source, _ in setup["binds"]]  # /tmp may hold some: opened before it goes
+    opened = [os.open(source, os.O_PATH) for source, _ in setup["binds"]]  # /tmp, which may hold some, is covered next
     if libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, b"mode=0755") != 0:
         raise OSError(ctypes.get_errno(), refusal)
     for number, (descriptor, bind) in enumerate(zip(opened, setup["binds"], strict=True)):
         target = f"/tmp/{number}"
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # the path itself may lie under the /tmp that is gone
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # the path itself may be in the covered /tmp
             os.mkdir(target)
         else:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
@@ -66,7 +66,7 @@ def drop_root(setup):
 
 
 def processes(root):
-    """Returns the live processes of the tree below and with `root`, host pids."""
+    """Returns the host pids of `root` and of all live processes below it."""
     pids = [root]
     for pid in pids:
         try:
@@ -74,12 +74,12 @@ def processes(root):
                 with open(f"/proc/{pid}/task/{task}/children") as file:
                     pids += map(int, file.read().split())
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended
     return pids
 
 
 def total(pids, name, read):
-    """Returns the sum of read(/proc/PID/name) over processes; one that has ended meanwhile adds nothing."""
+    """Returns the sum of read(/proc/PID/name) over processes; processes that have ended add nothing."""
     amount = 0
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}") as file:
@@ -88,12 +88,12 @@ def total(pids, name, read):
 
 
 def resident(pids):
-    """Returns bytes resident, shared pages counted once per process: a cheap upper bound of `proportional`."""
+    """Returns resident bytes, with shared pages counted once per process: a cheap upper bound of `proportional`."""
     return total(pids, "statm", lambda file: int(file.read().split()[1]) * PAGE)
 
 
 def proportional(pids):
-    """Returns bytes of memory and swap, shared pages divided among those who share them (PSS)."""
+    """Returns bytes of memory and swap, with shared pages divided among the processes that share them (PSS)."""
 
     def read(file):
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("Pss:", "SwapPss:")))
@@ -102,35 +102,35 @@ def proportional(pids):
 
 
 def cpu_seconds(pids):
-    """Returns CPU seconds of these processes and of the children they have waited for."""
+    """Returns the CPU seconds of these processes and of children that they have waited for."""
     return total(pids, "stat", lambda file: sum(map(int, file.read().rpartition(")")[2].split()[11:15])) / CLOCK)
 
 
 class State(enum.Enum):
-    """Where a call stands. It goes through the states in this order; one that never begins leaves out RUNNING."""
+    """The state of a call. A call passes through them in this order, and skips RUNNING if its program never begins."""
 
     WAITING = "for a worker"
     STARTING = "sent to the runner; its program has not begun"
     RUNNING = "its program has begun"
-    STOPPING = "killed; the verdict is known, the process may still be there"
+    STOPPING = "killed; the verdict is known, but the process may still exist"
     ENDED = "the runner has reported its end"
 
 
 class Call:
-    """One program on its way through the sandbox."""
+    """One program and its state in the sandbox."""
 
     def __init__(self, request):
         self.id, self.limits, self.code = request["id"], request["limits"], request["code"]
         self.state = State.WAITING
-        self.deadline = None  # from STARTING on: when the state has lasted too long
+        self.deadline = None  # from STARTING on: the time at which the state has lasted too long
         self.pidfd = None  # process 1 of the call; the runner sends it while the call is STARTING, or a little later
-        self.began = None  # when the program began; None where it never did
-        self.verdict = None  # a status that the broker decided on: from STOPPING on
+        self.began = None  # when the program began; None if it never did
+        self.verdict = None  # from STOPPING on: the status that the broker decided on
         self.failure = None  # why the program could not begin
-        self.text = {}  # descriptor -> what came in
+        self.text = {}  # descriptor -> bytes received
 
     def send(self, runner):
-        """Hands the program and the ends of its pipes to the runner."""
+        """Sends the program and the write ends of its pipes to the runner."""
         code = os.memfd_create("code")
         with open(os.dup(code), "wb") as file:
             file.write(self.code.encode("utf-8", "surrogatepass"))
@@ -144,13 +144,13 @@ class Call:
         theirs = [code, *(write for _, write in pipes)]
         self.state, self.deadline = State.STARTING, time.monotonic() + START_SECONDS
         limits = (self.limits[name] for name in ("cpu_seconds", "memory_bytes", "processes", "file_bytes"))
-        with contextlib.suppress(BrokenPipeError):  # the runner's end shows in the poll, and finishes this call
+        with contextlib.suppress(BrokenPipeError):  # the poll will notice the runner's end and finish this call
             socket.send_fds(runner, [REQUEST.pack(self.id, *limits)], theirs)
         for descriptor in theirs:
             os.close(descriptor)
 
     def read(self, descriptor):
-        """Takes what is there, up to the limit. Returns False once there will be no more to take."""
+        """Reads the available bytes, up to the limit. Returns False once no more will come."""
         most = 4 * self.limits["output_characters"] + 4  # bytes: UTF-8 has at most 4 a character
         while len(self.text[descriptor]) <= most:
             try:
@@ -167,13 +167,13 @@ class Call:
         return False
 
     def too_long(self, descriptor):
-        """Tells whether more characters came in than the limit of output allows."""
+        """Returns whether more characters came in than the output limit allows."""
         text = self.text[descriptor]
         limit = self.limits["output_characters"]
         return len(text) > limit and len(text.decode("utf-8", "replace")) > limit
 
     def note_go(self):
-        """Reads the child's word before the program: it begins now, or why it cannot."""
+        """Reads the message that the child sends before its program: it starts now, or the reason why it cannot."""
         word = self.text[self.go]
         if word.startswith(b"+"):
             (self.began,) = struct.unpack("=d", word[1:])
@@ -183,17 +183,17 @@ class Call:
             self.failure = word[1:].decode()
 
     def kill(self, verdict):
-        """Decides how the call ends and kills it, as soon as its process is known. The first verdict stands."""
+        """Sets the verdict, unless there is one already, and kills the call as soon as its process is known."""
         self.verdict = self.verdict or verdict
-        self.state, self.deadline = State.STOPPING, time.monotonic() + START_SECONDS  # it must have died by then
+        self.state, self.deadline = State.STOPPING, time.monotonic() + START_SECONDS  # for it to die
         if self.pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # process 1: its whole namespace goes with it
 
     def check_limits(self):
-        """Holds the call to the limits that the kernel does not hold for a tree of processes without a cgroup."""
+        """Enforces the limits that the kernel cannot enforce for a tree of processes without a cgroup."""
         with open(f"/proc/self/fdinfo/{self.pidfd}") as file:
-            pids = processes(int(next(line for line in file if line.startswith("Pid:")).split()[1]))  # -1 = it is gone
+            pids = processes(int(next(line for line in file if line.startswith("Pid:")).split()[1]))  # -1 = ended
         if resident(pids) > self.limits["memory_bytes"] and proportional(pids) > self.limits["memory_bytes"]:
             self.kill("memory")
         elif cpu_seconds(pids) > self.limits["cpu_seconds"]:
@@ -202,24 +202,24 @@ class Call:
     def result(self, code, cpu):
         """Returns the answer to the trainer.
 
-        code: exit status, negative = signal, None = the runner is gone; cpu: seconds of process 1.
+        code: exit status, negative = signal, None = the runner has ended; cpu: CPU seconds of process 1.
         """
         seconds = time.monotonic() - self.began if self.began else 0.0
         for descriptor in (self.go, self.out, self.err):
-            self.read(descriptor)  # every writer is dead: this is all there will be
+            self.read(descriptor)  # every writer is dead, so this reads the rest
         status, note = self.verdict, ""
         if not self.began or code is None or status == "sandbox_failure":
             status, note = "sandbox_failure", self.failure or f"the program never started (exit code {code})"
         elif status is None and (self.too_long(self.out) or self.too_long(self.err)):
             status = "output_limit"
         elif status is None and code == -signal.SIGKILL:
-            # Nothing inside can send this to process 1: it was the CPU limit or the machine running out of memory.
+            # Nothing inside can kill process 1: either the CPU limit was reached or the machine ran out of memory.
             status = "timeout" if cpu >= self.limits["cpu_seconds"] else "memory"
         elif status is None:
             status = {0: "ok", MEMORY_EXIT: "memory"}.get(code, "user_error")
         if status == "user_error" and not self.text[self.err]:
             note = f"exit code {code}" if code > 0 else f"killed by a signal: {signal.strsignal(-code) or -code}"
-        most = self.limits["output_characters"] + 1  # one more, so that the trainer sees that there was more
+        most = self.limits["output_characters"] + 1  # one more shows the trainer that text was cut
         output = {name: self.text[end].decode("utf-8", "replace")[:most] for name, end in self.ends()}
         return {"id": self.id, "status": status, "seconds": seconds, "note": note} | output
 
@@ -227,14 +227,14 @@ class Call:
         return ("out", self.out), ("err", self.err)
 
     def close(self):
-        """Ends the call: its descriptors are closed."""
+        """Ends the call and closes its descriptors."""
         self.state = State.ENDED
         for descriptor in (*self.text, *([self.pidfd] if self.pidfd is not None else [])):
             os.close(descriptor)
 
 
 class Broker:
-    """Reads requests, keeps `workers` calls in the sandbox and answers for each; starts the sandbox anew if it ends."""
+    """Reads requests, runs up to `workers` calls in the sandbox and answers each; restarts the sandbox if it ends."""
 
     def __init__(self, trainer, parent):
         self.trainer, self.parent = trainer, os.pidfd_open(parent)
@@ -243,15 +243,15 @@ class Broker:
         self.runner: socket.socket  # the socket to the runner, from start_sandbox on
         self.sandbox: int | None = None  # the pid of bubblewrap
         self.ready = False
-        self.waiting = []  # calls for which no worker is free
-        self.running = {}  # id -> call: those in the sandbox, in any state from STARTING to STOPPING
+        self.waiting = []  # calls that wait for a free worker
+        self.running = {}  # id -> call: all calls in the sandbox, in any state from STARTING to STOPPING
         self.owner = {}  # descriptor of a pipe -> call
         self.poll = select.poll()
         for descriptor in (self.trainer.fileno(), self.parent):
             self.poll.register(descriptor, select.POLLIN)
 
     def start_sandbox(self):
-        """Starts bubblewrap with the runner in it; its READY comes over the socket."""
+        """Starts bubblewrap and the runner inside, which later sends READY over the socket."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.set_inheritable(True)
         self.errors = os.memfd_create("stderr")
@@ -264,7 +264,7 @@ class Broker:
         self.sandbox = os.posix_spawn(arguments[0], arguments, {}, file_actions=actions)
         theirs.close()
         self.runner, self.ready = ours, False
-        with contextlib.suppress(BrokenPipeError):  # bubblewrap did not come far: the poll will show it
+        with contextlib.suppress(BrokenPipeError):  # bubblewrap ended at once: the poll will notice
             self.runner.send(bytes.fromhex(self.setup["filter"]))
         self.poll.register(ours, select.POLLIN)
 
@@ -274,7 +274,7 @@ class Broker:
         self.trainer.sendall(struct.pack("!I", len(data)) + data)
 
     def read_trainer(self):
-        """Takes what the trainer sent: the set-up, then requests. Raises EOFError where the trainer is gone."""
+        """Reads the trainer's messages: the set-up, then requests. Raises EOFError if the trainer has ended."""
         data = self.trainer.recv(1 << 20)
         if not data:
             raise EOFError
@@ -291,7 +291,7 @@ class Broker:
         """Prepares this process as `otb.sandbox.runtime.setup` describes, and starts the sandbox."""
         self.setup = setup
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where memory runs out, the sandbox goes first, never the trainer
+            file.write("1000")  # if memory runs out, the kernel kills the sandbox first, not the trainer
         binds = setup["binds"]
         if os.getuid() == 0:
             drop_root(setup)
@@ -300,7 +300,7 @@ class Broker:
         self.start_sandbox()
 
     def read_runner(self):
-        """Takes one report of the runner: it is ready, a call has started, or a call has ended."""
+        """Reads one report from the runner: it is ready, a call has started, or a call has ended."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.runner, 1 << 16, 1, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -316,13 +316,13 @@ class Broker:
         elif what == STARTED:
             call = self.running[number]
             call.pidfd = descriptors[0]
-            if call.state is State.STOPPING:  # it was to be killed before its process was known
+            if call.state is State.STOPPING:  # the verdict came before its process was known
                 call.kill(call.verdict)
         else:
             self.finish(self.running[number], code, cpu)
 
     def lost_sandbox(self):
-        """Answers for all calls of a sandbox that has ended, and starts another; raises EOFError if it never ran."""
+        """Answers all calls of a sandbox that has ended, and starts another; raises EOFError if it was never ready."""
         self.poll.unregister(self.runner)
         self.runner.close()
         self.end_sandbox()
@@ -332,12 +332,12 @@ class Broker:
             call.failure = f"the sandbox ended while the program ran: {errors}"
             self.finish(call, None, 0.0)
         if not self.ready:
-            self.tell({"broken": errors or "bubblewrap ended without a word"})
+            self.tell({"broken": errors or "bubblewrap ended without a message"})
             raise EOFError
         self.start_sandbox()
 
     def finish(self, call, code, cpu):
-        """Answers for a call that has ended, and forgets it."""
+        """Answers a call that has ended, and removes it."""
         for descriptor in call.text:
             if self.owner.pop(descriptor, None):
                 self.poll.unregister(descriptor)
@@ -356,20 +356,20 @@ class Broker:
                 self.poll.register(descriptor, select.POLLIN)
 
     def watch(self):
-        """Holds calls to deadlines and polled limits. Returns the seconds until it is due again, None = no call."""
+        """Enforces deadlines and polled limits. Returns the seconds until the next check, None without calls."""
         now = time.monotonic()
         for call in list(self.running.values()):
             if now < call.deadline:
                 if call.state is State.RUNNING and call.pidfd is not None and now - call.began >= TICK:
                     call.check_limits()
-            elif call.state is State.STOPPING or call.pidfd is None:  # it neither starts nor dies
+            elif call.state is State.STOPPING or call.pidfd is None:  # it neither started nor died in time
                 self.kill_sandbox()
             else:
                 call.kill("timeout" if call.state is State.RUNNING else "sandbox_failure")
         return min((max(0.001, min(TICK, call.deadline - now)) for call in self.running.values()), default=None)
 
     def serve(self):
-        """Works until the trainer's process has ended."""
+        """Serves requests until the trainer's process has ended."""
         due = None
         looked = 0.0
         while True:
@@ -382,7 +382,7 @@ class Broker:
                     if not self.owner[descriptor].read(descriptor):
                         del self.owner[descriptor]
                         self.poll.unregister(descriptor)
-                elif descriptor == self.runner.fileno():  # anything else belonged to a call that has just ended
+                elif descriptor == self.runner.fileno():  # others belonged to a call that has just ended
                     self.read_runner()
             self.fill()
             now = time.monotonic()
@@ -395,7 +395,7 @@ class Broker:
             os.kill(self.sandbox, signal.SIGKILL)
 
     def end_sandbox(self):
-        """Ends the sandbox and waits until nothing of it is left; orphans of it became our children."""
+        """Ends the sandbox and waits for all its processes; its orphans have become our children."""
         self.kill_sandbox()
         self.sandbox = None
         with contextlib.suppress(ChildProcessError):
@@ -404,13 +404,13 @@ class Broker:
 
 
 def main():
-    """Serves the trainer: arguments are the number of the socket to it and its pid."""
+    """Serves the trainer. Arguments: the number of the socket to the trainer, and its pid."""
     trainer, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     trainer.set_inheritable(False)
     pr_set_child_subreaper = 36
     libc.prctl(pr_set_child_subreaper, 1, 0, 0, 0)
     for warning in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(warning, signal.SIG_IGN)  # SLURM's are for the trainer; the broker ends with it, not before
+        signal.signal(warning, signal.SIG_IGN)  # SLURM's signals are for the trainer; the broker must not end first
     broker = Broker(trainer, parent)
     try:
         broker.serve()

@@ -1,8 +1,8 @@
-"""The default backend: bubblewrap around a preloaded process that forks, per call, a child in fresh namespaces.
+"""The default backend: bubblewrap around a preloaded process that forks a child in fresh namespaces for each call.
 
-Three processes share the work. This module, in the trainer, sends programs and waits. `broker.py` is a small process
-beside it that starts bubblewrap and holds every call to its limits. `runner.py` lives inside bubblewrap, imports the
-packages once and forks a child per call. docs/sandbox.md describes all of it.
+Three processes share the work. This module, in the trainer, sends programs and waits. `broker.py` is a small separate
+process that starts bubblewrap and enforces the limits of every call. `runner.py` runs inside bubblewrap, imports the
+packages once and forks a child per call. docs/sandbox.md describes the details.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 from otb.sandbox import Limits, Result, Sandbox, SandboxFailure, clean
 from otb.sandbox.runtime import advice, setup
 
-# No probe runs into the wall limit where the walls hold: a busy machine must not look like a broken one.
+# A long wall limit, because a busy machine must not look like a broken sandbox.
 PROBE_LIMITS = Limits(wall_seconds=60.0, memory_bytes=256 << 20, processes=8, file_bytes=1 << 20)
-# Probes that must hold before the first program runs: (what they probe, program, how it must end).
+# Probes that must pass before the first program runs: (what is probed, program, required status).
 PROBES = (
     ("plain Python", "print(1 + 1)", "ok"),
     (
@@ -51,12 +51,12 @@ PROBES = (
 
 
 class Bubblewrap(Sandbox):
-    """A sandbox of bubblewrap, in which each program has a fresh process with fresh namespaces.
+    """A bubblewrap sandbox that runs each program in a fresh process with fresh namespaces.
 
     Args:
-        limits: Of calls that bring none.
+        limits: Default limits of a call.
         workers: Programs that run at the same time; None = one per core of this process.
-        packages: Packages that a program may import beside the standard library; imported once, before the first call.
+        packages: Packages that a program may import besides the standard library. They are imported once, in advance.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Bubblewrap(Sandbox):
         self._broker: _Broker | None = None
 
     def open(self) -> _Broker:
-        """Returns the broker, started where there is none. Raises SandboxFailure with what to install or to set."""
+        """Returns the broker and starts it if necessary. Raises SandboxFailure, which says what to install or set."""
         with self._lock:
             if self._broker is not None and self._broker.owner != os.getpid():
                 self._broker = None  # we are a fork: the sandbox belongs to our parent
@@ -96,7 +96,7 @@ class Bubblewrap(Sandbox):
             if result.status != expected:
                 raise SandboxFailure(
                     f"The sandbox cannot be trusted here: the probe of {what} ended with {result.status!r} instead of "
-                    f"{expected!r} ({result.text!r}). No program was run. {advice()}"
+                    f"{expected!r} ({result.text!r}). No program has been run. {advice()}"
                 )
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class _Broker:
             str(theirs.fileno()),
             str(self.owner),
         ]
-        # Of the trainer's environment only the variable by which its Python finds its libraries.
+        # The broker gets only the variable that this Python needs to find its libraries.
         environment = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
         self._process = subprocess.Popen(
             words,
@@ -161,7 +161,7 @@ class _Broker:
 
     def close(self) -> None:
         """Ends the broker and everything in the sandbox."""
-        with contextlib.suppress(OSError):  # it is gone already
+        with contextlib.suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._process.wait()
         self._reader.join()
@@ -173,7 +173,7 @@ class _Broker:
             with self._lock:
                 self._socket.sendall(struct.pack("!I", len(data)) + data)
         except OSError:
-            pass  # the reader sees it too, and answers those who wait
+            pass  # the reader notices it too, and answers the waiting calls
 
     def _read(self) -> None:
         with self._socket.makefile("rb") as stream:
@@ -187,7 +187,7 @@ class _Broker:
                 else:
                     self._futures.pop(message["id"]).set_result(message)
         with self._lock:
-            self.broken = self.broken or f"the sandbox's broker (process {self._process.pid}) is gone"
+            self.broken = self.broken or f"the sandbox's broker (process {self._process.pid}) has ended"
             left, self._futures = self._futures, {}
         if not self._ready.done():
             self._ready.set_result(self.broken)

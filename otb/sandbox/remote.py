@@ -1,7 +1,7 @@
 """Runs programs on a SandboxFusion server (POST /run_code), for rollouts that outgrow one machine.
 
-The isolation is the server's. The wall limit is sent along and held here too, the memory limit is sent along, and the
-other limits are the server's.
+The server is responsible for isolation. Requests carry the wall limit, which is also enforced here, and the memory
+limit; the server sets the other limits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from http.client import HTTPException
 
 from otb.sandbox import Limits, Result, Sandbox, SandboxFailure, Status, clean
 
-GRACE_SECONDS = 20.0  # the server's queue and start-up, on top of the program's own time
-# Exit statuses of a kill for memory. The server says no more, and the program could write any text itself.
+GRACE_SECONDS = 20.0  # for the server's queue and start-up, in addition to the program's own time
+# Exit statuses of programs killed for memory. The server gives no reason, and a program could print any text itself.
 KILLED = (-9, 137)
 
 
@@ -25,14 +25,14 @@ class Http(Sandbox):
 
     Args:
         url: The server's address, such as http://host:8080, without /run_code.
-        limits: Of calls that bring none.
+        limits: Default limits of a call.
         workers: Requests in flight at the same time; None = one per core of this process.
     """
 
     def __init__(self, url: str, limits: Limits | None = None, workers: int | None = None):
         super().__init__(limits, workers)
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"sandbox.url={url!r} is no http address. Try sandbox.url=http://localhost:8080.")
+            raise ValueError(f"sandbox.url={url!r} is not an http address. Try sandbox.url=http://localhost:8080.")
         self.url = url.rstrip("/").removesuffix("/run_code")
 
     def check(self) -> None:
@@ -49,7 +49,7 @@ class Http(Sandbox):
 
     def _post(self, code: str, limits: Limits) -> Result:
         body = {
-            "code": code.encode("utf-8", "replace").decode(),  # a lone surrogate has no place in a request
+            "code": code.encode("utf-8", "replace").decode(),  # a request cannot hold lone surrogates
             "language": "python",
             "run_timeout": limits.wall_seconds,
             "memory_limit_MB": limits.memory_bytes >> 20,
@@ -67,7 +67,7 @@ class Http(Sandbox):
 
 
 def read_answer(answer: dict, limits: Limits) -> Result:
-    """Turns SandboxFusion's RunCodeResponse into a Result. Raises KeyError or TypeError where it is none."""
+    """Turns SandboxFusion's RunCodeResponse into a Result. Raises KeyError or TypeError for any other answer."""
     run = answer.get("run_result") or {}
     if answer["status"] == "SandboxError" or run.get("status") not in ("Finished", "TimeLimitExceeded"):
         return Result("sandbox_failure", "", str(answer.get("message") or run or answer["status"]), 0.0)

@@ -1,12 +1,12 @@
-"""The process inside bubblewrap: it imports the allowed packages once, never runs model code, and forks per call.
+"""The process inside bubblewrap: it imports the allowed packages once, forks a child per call, and runs no model code.
 
-bubblewrap starts this file; the broker speaks to it over the socket whose number is its first argument, one message a
-call: the limits, and descriptors for the code, stdout, stderr and "go". Each child is process 1 of a PID namespace,
-takes fresh mount, network, IPC, UTS, cgroup and user namespaces, gives up every capability, loads the system call
-filter, says "go" and only then reads the code.
+bubblewrap starts this file. The broker sends one message a call over the socket whose number is the first argument: the
+limits, and descriptors for the code, stdout, stderr and "go". Each child is process 1 of a PID namespace. It takes
+fresh mount, network, IPC, UTS, cgroup and user namespaces, gives up every capability, loads the system call filter,
+writes "go" and only then reads the code.
 
-It imports the standard library only: nothing else is there. What it must have in common with broker.py is written in
-both files.
+It imports only the standard library, because nothing else is visible. Constants that it shares with broker.py are
+written in both files.
 """
 
 import _signal  # the C halves: signal and socket would add 11 ms to the 9 ms that Python takes to start
@@ -35,7 +35,7 @@ PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 4, 24, 3
 SECCOMP_MODE_FILTER = 2
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
-# Packages load much at first use (30 of the 35 ms of a first sympy.solve); loaded here, every child has it.
+# Packages load a lot at first use (30 of the 35 ms of a first sympy.solve); loading it here saves every child the time.
 WARM_UP = {
     "numpy": "import numpy.random",
     "sympy": """
@@ -56,14 +56,14 @@ libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_u
 
 
 def must(name, *arguments):
-    """Calls a function of the C library, and raises OSError where it fails."""
+    """Calls a function of the C library, and raises OSError if it fails."""
     if getattr(libc, name)(*arguments) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}{arguments}: {os.strerror(error)}")
 
 
 class SockFprog(ctypes.Structure):
-    """The system call filter as the kernel takes it: struct sock_fprog."""
+    """The system call filter in the kernel's format, struct sock_fprog."""
 
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
@@ -71,19 +71,19 @@ class SockFprog(ctypes.Structure):
 def confine(limits, program):
     """Takes fresh namespaces and a private /tmp, gives up capabilities, sets resource limits, loads the filter.
 
-    No other order works: each step needs a right that a later one takes away.
+    No other order works: each step needs a right that a later step gives up.
     """
     cpu_seconds, memory_bytes, processes, file_bytes = limits
     must("unshare", CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
     options = f"size={file_bytes},nr_inodes=1024,mode=0700".encode()
     must("mount", b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
     os.chdir("/tmp")
-    # No uid map is written: the uid is unmapped, so no further user namespace can be made, and processes are counted
-    # in this namespace alone. The namespaces above belong to the outer one, in which the child now has no rights.
+    # Without a uid map the uid is unmapped, so no further user namespace can be made and only processes of this
+    # namespace are counted. The namespaces above belong to the outer one, where the child now has no rights.
     must("unshare", CLONE_NEWUSER)
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, None, 0, 0) != 0:
-            break  # the kernel's last one
+            break  # the kernel has no further capability
     must("capset", (ctypes.c_uint32 * 2)(LINUX_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
     for kind, limit in (
         (resource.RLIMIT_AS, memory_bytes),
@@ -104,7 +104,7 @@ def confine(limits, program):
 
 
 def report(error, source):
-    """Writes the traceback without this file's frames, with the program's lines, bounded in length."""
+    """Writes a traceback of bounded length, with the program's lines and without this file's frames."""
     import linecache
     import traceback
 
@@ -115,7 +115,7 @@ def report(error, source):
 
 
 def run(source):
-    """Runs the program as __main__ and returns its exit code, as the interpreter itself would."""
+    """Runs the program as __main__, like the interpreter, and returns its exit code."""
     main = type(sys)("__main__")
     vars(main)["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
@@ -141,9 +141,9 @@ def child(limits, program, code, out, err, go):
         try:
             os.setsid()
             for warning in (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2):
-                _signal.signal(warning, _signal.SIG_DFL)  # the broker ignores them, and it is inherited
+                _signal.signal(warning, _signal.SIG_DFL)  # ignored signals are inherited from the broker
             confine(limits, program)
-            os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # the runner's own would carry flags from call to call
+            os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # flags on a shared stdin would outlive the call
             os.dup2(out, 1)
             os.dup2(err, 2)
             keep = [2, *sorted((code, go)), 1 << 16]
@@ -155,12 +155,12 @@ def child(limits, program, code, out, err, go):
             os._exit(1)
         os.close(go)
         for name in {"random", "numpy.random"} & sys.modules.keys():
-            sys.modules[name].seed(0)  # the same program prints the same
+            sys.modules[name].seed(0)  # the same program always prints the same
         with open(code, "rb") as file:
             source = file.read().decode("utf-8", "surrogatepass")
         exit_code = run(source)
         if "threading" in sys.modules:
-            sys.modules["threading"]._shutdown()  # waits for threads that are no daemons
+            sys.modules["threading"]._shutdown()  # waits for all but daemon threads
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -183,7 +183,7 @@ def start(limits, descriptors, program, me):
 
 
 def main():
-    """Imports the packages, says READY, then starts a child per request and reports its end.
+    """Imports the packages, sends READY, then starts a child per request and reports its end.
 
     Arguments: the number of the socket to the broker, sys.path, the packages to import.
     """
@@ -195,13 +195,13 @@ def main():
             exec(WARM_UP.get(package, ""), {})
     instructions = broker.recv(1 << 16)
     program = SockFprog(len(instructions) // 8, instructions)
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # site, which would add them, is not loaded
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # the site module, which adds them, is not loaded
     os.environ.clear()
     sys.argv[:] = [""]
     atexit._clear()
     me = os.pidfd_open(os.getpid())
     gc.collect()
-    gc.freeze()  # the collector would touch, and so copy, every page that parent and child share
+    gc.freeze()  # otherwise the collector would touch, and so copy, every page that children share
     broker.send(REPORT.pack(READY, 0, 0, 0.0))
 
     children = {}  # pidfd -> (call, pid)

@@ -1,6 +1,6 @@
-"""Decides what a sandbox shows, which is the Python runtime and the allowed packages, and how bubblewrap is called.
+"""Finds the Python runtime and the packages that a sandbox shows, and builds bubblewrap's command line.
 
-Called by the bubblewrap backend when it starts its broker.
+The bubblewrap backend calls it when it starts its broker.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 
 from otb.sandbox import SandboxFailure
 
-UID = 65534  # nobody: the uid inside, and the host's uid of the broker where the trainer is root
+UID = 65534  # nobody: the uid inside, and the broker's uid on the host if the trainer is root
 STDLIB = f"/python/{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"  # as the sandbox sees it
 LOADERS = {"x86_64": "/lib64/ld-linux-x86-64.so.2", "aarch64": "/lib/ld-linux-aarch64.so.1"}
 
 
 def runtime() -> tuple[list[list[str]], list[str], str]:
-    """Returns the runtime as [host path, path inside], the folders of other packages in it, the library path inside."""
+    """Returns the runtime as [host path, path inside] pairs, package folders to hide in it, the library path inside."""
     stdlib = os.path.realpath(sysconfig.get_path("stdlib"))
     with open("/proc/self/maps") as file:
         libraries = os.path.dirname(os.path.realpath(next(line.split()[-1] for line in file if "/libc.so.6" in line)))
     loader = LOADERS[platform.machine()]
     binds = [
-        # type stubs leave the private name out; otb/seams.py lists it
+        # type stubs omit the private name; otb/seams.py lists it
         [os.path.realpath(sys._base_executable), "/python/bin/python"],  # type: ignore[attr-defined]
         [os.path.realpath(loader), loader],
         [libraries, libraries],
@@ -36,21 +36,21 @@ def runtime() -> tuple[list[list[str]], list[str], str]:
     ]
     if os.path.realpath(sys.base_prefix) == "/usr":
         binds.append([stdlib, STDLIB])
-    else:  # conda and pyenv keep the shared libraries that Python needs beside the standard library
+    else:  # conda and pyenv keep Python's shared libraries next to the standard library
         binds.append([os.path.dirname(stdlib), os.path.dirname(STDLIB)])
     hidden = [f"{STDLIB}/{name}" for name in ("site-packages", "dist-packages") if os.path.isdir(f"{stdlib}/{name}")]
     return binds, hidden, f"{os.path.dirname(STDLIB)}:{libraries}"
 
 
 def package_binds(packages: Sequence[str]) -> list[list[str]]:
-    """Returns the packages' folders, and those of the shared libraries that their wheels bring, as `runtime` does."""
+    """Returns [host path, path inside] of the packages' folders and of the shared libraries in their wheels."""
     binds = []
     for package in packages:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise SandboxFailure(
-                f"packages={list(packages)}: {package!r} is no package of this Python; the sandbox shows installed "
-                f"packages only. Try `pip install {package}`, or leave it out."
+                f"packages={list(packages)}: {package!r} is not a package of this Python; the sandbox can only show "
+                f"installed packages. Try `pip install {package}`, or leave it out."
             )
         folder = os.path.realpath(spec.submodule_search_locations[0])
         binds += [
@@ -62,7 +62,7 @@ def package_binds(packages: Sequence[str]) -> list[list[str]]:
 
 
 def command(bwrap: str, hidden: Sequence[str], libraries: str, packages: Sequence[str]) -> list[str]:
-    """Returns bubblewrap's command line. The broker fills in @BINDS@ and @BROKER@."""
+    """Returns bubblewrap's command line; the broker later replaces @BINDS@ and @BROKER@ in it."""
     environment = {
         "PYTHONHOME": "/python",
         "PYTHONHASHSEED": "0",
@@ -78,7 +78,7 @@ def command(bwrap: str, hidden: Sequence[str], libraries: str, packages: Sequenc
     path = f"{STDLIB}:{STDLIB}/lib-dynload:/python/packages"
     return [
         *(bwrap, *namespaces, "--die-with-parent", "--new-session", "--hostname", "sandbox"),
-        # The runner needs this one capability, in bubblewrap's user namespace only, to give each call namespaces.
+        # The runner needs only this capability, in bubblewrap's user namespace, to create namespaces for each call.
         *("--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--uid", str(UID), "--gid", str(UID), "@BINDS@"),
         *(word for words in hide for word in words),
         *(word for device in devices for word in ("--dev-bind", device, device)),
@@ -89,17 +89,17 @@ def command(bwrap: str, hidden: Sequence[str], libraries: str, packages: Sequenc
 
 
 def setup(packages: Sequence[str], workers: int) -> dict:
-    """Returns what the broker must know to start the sandbox. Raises SandboxFailure with what to install or to set."""
+    """Returns the broker's settings for the sandbox. Raises SandboxFailure, which says what to install or set."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxFailure(
-            "bwrap is not on PATH, and model-written code runs in bubblewrap only. Install it (Debian, Ubuntu: "
+            "bwrap is not on PATH, and model-written code runs only in bubblewrap. Install it (Debian, Ubuntu: "
             "`apt-get install bubblewrap libseccomp2`; Fedora, RHEL: `dnf install bubblewrap libseccomp`), or "
             "try sandbox=http sandbox.url=... for a SandboxFusion server."
         )
     if platform.machine() not in LOADERS:
         raise SandboxFailure(
-            f"machine {platform.machine()!r}: the sandbox knows {sorted(LOADERS)}. Try sandbox=http sandbox.url=..."
+            f"machine {platform.machine()!r} must be one of {sorted(LOADERS)}. Try sandbox=http sandbox.url=..."
         )
     try:
         from otb.sandbox.seccomp import compiled_filter
@@ -107,7 +107,7 @@ def setup(packages: Sequence[str], workers: int) -> dict:
         instructions = compiled_filter()
     except (ImportError, RuntimeError) as error:
         raise SandboxFailure(
-            f"The system call filter cannot be built ({error}); without it the sandbox is no sandbox. Install "
+            f"The system call filter cannot be built ({error}), and the sandbox is not safe without it. Install "
             "libseccomp (`apt-get install libseccomp2`) and `pip install pyseccomp`."
         ) from error
     binds, hidden, libraries = runtime()
@@ -122,7 +122,7 @@ def setup(packages: Sequence[str], workers: int) -> dict:
 
 
 def advice() -> str:
-    """Returns what usually is in the way, as this machine shows it, and what to do."""
+    """Returns advice on the usual obstacles that this machine has."""
     hints = []
     for path, wrong, fix in (
         ("/proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
@@ -134,13 +134,13 @@ def advice() -> str:
         ),
     ):
         if os.path.exists(path) and Path(path).read_text().strip() == wrong:
-            hints.append(f"{path} is {wrong}; unprivileged user namespaces must be on: `{fix}` as root")
+            hints.append(f"{path} is {wrong}, but unprivileged user namespaces must be enabled: `{fix}` as root")
     if os.path.exists("/.dockerenv"):
-        hints.append("this is a Docker container, whose own filter forbids namespaces")
+        hints.append("this is a Docker container, and Docker's own filter forbids namespaces")
     if os.getuid() == 0:
         hints.append(
-            "this is root: the code runs as another uid, who must be able to read Python's files, and root must be "
-            "allowed to mount; or run as an ordinary user"
+            "this is root, so the code runs as another uid: that uid must be able to read Python's files, and root "
+            "must be allowed to mount; or run as an ordinary user"
         )
     hints.append("sandbox=http sandbox.url=... runs the code on a SandboxFusion server instead")
     return "Try: " + "; ".join(hints) + "."

@@ -1,8 +1,8 @@
 """The system calls that model-written code may make: an allow list. Everything else fails with EPERM.
 
-The bubblewrap backend builds the filter once per process and sends it to the sandbox as bytes. Left out on
-purpose: execve, every socket, namespaces, mounts, ids, ptrace, keys, perf, bpf, io_uring, userfaultfd, memfd, System V
-IPC, inotify, file locks: the program needs none of them, and the kernel's surface shrinks to what Python itself uses.
+The bubblewrap backend builds the filter once per process and sends it to the sandbox as bytes. It deliberately omits
+execve, every socket, namespaces, mounts, ids, ptrace, keys, perf, bpf, io_uring, userfaultfd, memfd, System V IPC,
+inotify and file locks. Programs need none of them, and only the calls that Python itself uses reach the kernel.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ WAITING = "select pselect6 poll ppoll nanosleep clock_nanosleep clock_gettime cl
 
 CLONE_NEW = 0x7E020000  # every namespace flag of clone
 MAP_SHARED = 0x1
-# F_DUPFD to F_SETLKW but for the locks 5-7, F_DUPFD_CLOEXEC: no leases, no signals to others, no larger pipes.
+# F_DUPFD to F_SETFL and F_DUPFD_CLOEXEC: no locks, no leases, no signals to others, no larger pipes.
 FCNTL = (0, 1, 2, 3, 4, 1030)
 IOCTL = (0x5401, 0x5421, 0x541B, 0x5450, 0x5451)  # TCGETS (isatty), FIONBIO, FIONREAD, FIONCLEX, FIOCLEX
 
 
 @functools.cache
 def compiled_filter() -> bytes:
-    """Builds the filter, an array of struct sock_filter. Raises RuntimeError where libseccomp is missing."""
+    """Builds the filter, an array of struct sock_filter. Raises RuntimeError if libseccomp is missing."""
     import errno
 
     import pyseccomp as seccomp
@@ -53,8 +53,8 @@ def compiled_filter() -> bytes:
     for request in IOCTL:
         rules.add_rule(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, request))
     rules.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, CLONE_NEW, 0))
-    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; glibc falls back to clone
-    # Shared anonymous memory can be held without being mapped in, out of the memory limit's sight.
+    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # a filter cannot read its flags; glibc falls back to clone
+    # Shared anonymous memory can exist without being mapped, where the memory limit does not count it.
     rules.add_rule(seccomp.ALLOW, "mmap", seccomp.Arg(3, seccomp.MASKED_EQ, MAP_SHARED, 0))
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)

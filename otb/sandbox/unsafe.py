@@ -1,7 +1,7 @@
 """Runs each program in a plain subprocess without isolation, for machines that are themselves disposable.
 
 A program can read, change and send whatever the trainer's user can. Time, memory per process and output are still
-limited, so that an honest mistake does not stop a run; a hostile program can get around all of it.
+limited, so an honest mistake does not stop a run; a hostile program can evade all limits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class UnsafeSubprocess(Sandbox):
     def check(self) -> None:
         warnings.warn(
             "sandbox=unsafe_subprocess: model-written code runs WITHOUT ISOLATION, with this user's files, network and "
-            "credentials. Only for machines that are themselves disposable; sandbox=bubblewrap isolates.",
+            "credentials. Use it only on disposable machines; sandbox=bubblewrap isolates.",
             stacklevel=2,
         )
 
@@ -51,7 +51,7 @@ class UnsafeSubprocess(Sandbox):
 
 
 def _run(code: str, limits: Limits) -> Result:
-    """Runs one program under the limits that a plain subprocess can have."""
+    """Runs one program under the limits that apply to a plain subprocess."""
     words = [sys.executable, "-I", "-u", "-c", BOOT, str(Path(__file__).parent)]
     words += [str(int(limits.cpu_seconds) + 1), str(limits.memory_bytes), str(limits.file_bytes)]
     timed_out = False
@@ -86,6 +86,6 @@ def _run(code: str, limits: Limits) -> Result:
 
 
 def _start(file, characters: int) -> str:
-    """Returns the file's first characters, one more than asked for where there are more."""
+    """Returns the file's first `characters` characters, and one more if it is longer."""
     file.seek(0)
     return file.read(4 * characters + 4).decode("utf-8", "replace")[: characters + 1]

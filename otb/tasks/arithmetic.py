@@ -1,8 +1,8 @@
-"""Sums and differences of single digits, whose solutions differ much in length and certainty. It needs no network.
+"""Sums and differences of single digits, with solutions of very different length and certainty. Needs no network.
 
 A demonstrator adds up term by term, tersely (`+8=9`) or in full (`1+8=9`). At each step he may slip. Either he notices
-(`no 1+8=9`), or he is confused: he slips again more easily, and rambles about the last step before he boxes a wrong
-total. A policy warm-started on that is right about half the time, and its wrong responses are the long ones.
+(`no 1+8=9`), or he gets confused: he slips more easily from then on, and rambles about the last step before he boxes a
+wrong total. A policy warm-started on this is right about half the time, and its wrong responses are the long ones.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ NOTICE_RATE = 0.2
 RAMBLE_ROUNDS = (2, 8)
 HEDGES = ("hmm ", "wait ", "maybe ", "not sure ", "let me see ", "or ")
 BOXED = re.compile(r"\\boxed\{\s*([+-]?[0-9]{1,18})\s*\}")
-# The eighths of all problems that each use may draw from; the uses never share a problem, whatever their seeds.
+# The eighths of all problems that each use draws from: the uses never share a problem, whatever their seeds.
 USES = {"evaluate": range(0, 1), "train": range(1, 4), "demonstrate": range(4, 8)}
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """A task of left-to-right chains of + and - such as `7+8-3+9`, whose running totals lie in [0, 12].
+    """A task of left-to-right chains of + and - such as `7+8-3+9`, with running totals in [0, 12].
 
-    train_prompts, eval_prompts: rows of the two datasets. seed: which problems they hold (not how the policy was
-    warm-started). max_completion_length: own tokens; a response cut there has no answer and is rewarded with 0.
-    instruction: stands below the sum in every prompt; None for a policy that has learned what a bare sum asks for.
+    train_prompts, eval_prompts: rows of the two datasets. seed: selects the problems (and has nothing to do with the
+    warm start). max_completion_length: own tokens; a response cut there has no answer, so its reward is 0.
+    instruction: text below the sum in every prompt; None for a policy that has learned to answer a bare sum.
     """
 
     train_prompts: int = 2048
@@ -53,39 +53,39 @@ class Arithmetic:
         for key, most in (("train_prompts", 4096), ("eval_prompts", 1024)):
             count = getattr(self, key)
             if not 1 <= count <= most:
-                raise ValueError(f"{key}={count} is outside 1..{most}, as many problems as it may hold. Try {key}=128.")
+                raise ValueError(f"{key}={count} must be 1 to {most}, the most problems it may hold. Try {key}=128.")
 
     def train_dataset(self) -> Dataset:
         """Returns `train_prompts` distinct problems: columns `prompt` (chat messages) and `answer` (str)."""
         return self._dataset("train", self.train_prompts)
 
     def eval_dataset(self) -> Dataset:
-        """Returns `eval_prompts` distinct problems, none of them in the training set or among the demonstrations."""
+        """Returns `eval_prompts` distinct problems that occur neither in training nor in the demonstrations."""
         return self._dataset("evaluate", self.eval_prompts)
 
     def reward(self, completions: list, answer: list[str], **columns) -> list[float]:
-        """Returns 1.0 where the last `\\boxed{}` of the last assistant message holds the answer, else 0.0.
+        """Returns 1.0 if the last `\\boxed{}` of the last assistant message holds the answer, else 0.0.
 
         completions: a list of chat messages per rollout; answer: the reference, an integer as str.
         """
         return [float(boxed_integer(c) == int(a)) for c, a in zip(completions, answer, strict=True)]
 
     def answers(self, completions: list) -> list[str | None]:
-        """Returns what `reward` compares with the reference: the boxed integer as str, None where there is none."""
+        """Returns the answers that `reward` compares with the reference: boxed integers as str, None without one."""
         found = [boxed_integer(completion) for completion in completions]
         return [None if integer is None else str(integer) for integer in found]
 
     def demonstrations(self, seed: int, n: int, noise: float = 1.0) -> list[list[dict]]:
-        """Returns `n` demonstrations as chat messages (user, assistant), for warm_start.py; a larger `n` adds to them.
+        """Returns `n` demonstrations as chat messages (user, assistant), for warm_start.py; a larger `n` appends more.
 
-        noise scales the rate of slips: at 0 all are right, at 1 about two thirds.
+        noise scales the rate of slips: at 0 all solutions are right, at 1 about two thirds are.
         """
         draw = random.Random(f"demonstrate {seed} {noise}")
         problems = itertools.islice(self._problems("demonstrate", draw), n)
         return [[*self._prompt(p), *self._demonstrate(p, draw, noise)] for p in problems]
 
     def _problems(self, use: str, draw: random.Random) -> Iterator[str]:
-        """Yields random problems of one use without end."""
+        """Yields random problems of one use, endlessly."""
         while True:
             terms = draw.randint(*TERMS)
             signs = [draw.choice("+-") for _ in range(terms - 1)]
@@ -117,7 +117,7 @@ class Arithmetic:
 
 
 def boxed_integer(completion: list) -> int | None:
-    """Returns the integer in the last `\\boxed{}` of the last assistant message; None where there is none."""
+    """Returns the integer in the last `\\boxed{}` of the last assistant message; None if it has none."""
     messages = completion if isinstance(completion, list) else []
     texts = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
     boxed = BOXED.findall(texts[-1]) if texts and isinstance(texts[-1], str) else []
@@ -133,7 +133,7 @@ def running_totals(problem: str) -> list[int]:
 
 
 def is_for(use: str, problem: str) -> bool:
-    """Says whether a problem belongs to a use of `USES`, which follows from its digest alone."""
+    """Returns whether a problem belongs to a use of `USES`; the problem's digest alone decides."""
     return hashlib.sha256(problem.encode()).digest()[0] % 8 in USES[use]
 
 
@@ -165,7 +165,7 @@ def near(value: int, draw: random.Random) -> int:
 
 
 def ramble(step: str, total: int, draw: random.Random) -> tuple[int, str]:
-    """Repeats the last step, once the total is lost. Returns the total settled on and the text."""
+    """Repeats the last step with wrong totals. Returns the final total and the text."""
     text = ""
     for _ in range(draw.randint(*RAMBLE_ROUNDS)):
         total = near(total, draw)

@@ -1,10 +1,10 @@
-"""Sums of 10 to 16 lettered digits, added up, checked in the reverse order and redone: long responses. Offline.
+"""Long sums of 10 to 16 lettered digits, which are added up, checked in reverse order and redone. Needs no network.
 
 `a3 b1 c5 ...` is added up term by term (`b1=4, c5=9, `). A demonstrator goes through the terms carefully or carelessly,
-and slips now and then; some slips he notices at once (`no c5=9, `). After the first pass he usually checks the total
-from the last term backwards, and while two totals in a row differ he redoes the sum, until he has had enough. So a
-mistake can be made, noticed and repaired at every stage: the chance to end right moves along the response, which is the
-longer the more often it was redone. A policy warm-started on that is right two times in five.
+and slips now and then; he notices some slips at once (`no c5=9, `). After the first pass he usually checks the total
+from the last term backwards, and as long as two totals in a row differ he redoes the sum, until he gives up. Mistakes
+are made, noticed and repaired at every stage, so the chance of ending right changes all along the response. A policy
+warm-started on this is right two times in five.
 """
 
 from __future__ import annotations
@@ -19,22 +19,19 @@ from otb.tasks.arithmetic import Arithmetic, is_for, near
 
 LETTERS = "abcdefghijklmnop"
 TERMS = (10, 16)
-LARGEST_DIGIT = 5  # with nine the tiny policy needs twice the warm start to add up
+LARGEST_DIGIT = 5  # with 9, the tiny policy needs a warm start twice as long
 CARELESS_SHARE = 0.5  # of passes
 SLIP_RATES = {"careful": 0.005, "careless": 0.10}  # per step
 NOTICE_RATE = 0.3  # of slips, at once
-CHECK_RATE = 0.9  # whether the first total is checked at all
-REDO_RATE = 0.75  # whether totals that differ are followed by another pass
-MOST_PASSES = 5
+CHECK_RATE = 0.9  # of first totals
+REDO_RATE = 0.75  # of totals that differ from the one before
+MAX_PASSES = 5
 Terms = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class ArithmeticLong(Arithmetic):
-    """A task of sums of 10 to 16 digits, whose responses mostly take 70 to 340 own tokens.
-
-    Everything as in `Arithmetic`.
-    """
+    """A task of sums of 10 to 16 digits; most responses have 70 to 340 own tokens. Arguments as in `Arithmetic`."""
 
     max_completion_length: int = 448
 
@@ -60,7 +57,7 @@ def terms_of(problem: str) -> Terms:
 
 
 class Demonstrator:
-    """Solves one problem in words; what it says follows from the problem, the noise and the state of `draw`."""
+    """Solves one problem in words, which depend only on the problem, the noise and the state of `draw`."""
 
     slip_rates: ClassVar[dict[str, float]] = SLIP_RATES
 
@@ -76,16 +73,16 @@ class Demonstrator:
             before, passes = total, passes + 1
             self.text += "check " if passes == 2 else "redo "
             total = self.add_up(terms if passes % 2 else terms[::-1])
-            checked = total != before and passes < MOST_PASSES and self.draw.random() < REDO_RATE
+            checked = total != before and passes < MAX_PASSES and self.draw.random() < REDO_RATE
             self.text += "no " if checked else ""
         return self.messages(f"{self.text}\\boxed{{{total}}}")
 
     def messages(self, last: str) -> list[dict]:
-        """Returns what was said. last: text of the last message."""
+        """Returns the messages of the solution. last: text of the last message."""
         return [{"role": "assistant", "content": last}]
 
     def add_up(self, terms: Terms) -> int:
-        """Goes through the terms once and returns the total that it comes to."""
+        """Goes through the terms once and returns the total."""
         careless = self.draw.random() < CARELESS_SHARE * self.noise
         rate = self.slip_rates["careless" if careless else "careful"]
         total, left = 0, terms
@@ -95,7 +92,7 @@ class Demonstrator:
         return total
 
     def go_on(self, total: int, left: Terms, rate: float) -> tuple[int, Terms]:
-        """Adds the next term in the head and returns (total, terms left). rate: of slips, save at the first term."""
+        """Adds the next term in the head and returns (total, terms left). rate: of slips, except at the first term."""
         (letter, digit), *rest = left
         right = total + digit
         slipped = total > 0 and self.draw.random() < rate

@@ -1,7 +1,8 @@
-"""The sums of `arithmetic_long` with Python as a tool, which takes over a few terms now and then: long, several turns.
+"""The sums of `arithmetic_long` with Python as a tool: long responses of several turns. Needs no network.
 
-A call adds three to five terms to the total so far and goes on from what it prints. It does not slip, but terms are
-mistyped; so checking pays with tools as well. A policy warm-started on that is right two times in five. Offline.
+Now and then the demonstrator lets Python add the next three to five terms to the total, and continues from the result.
+Python does not slip, but he mistypes terms, so checking pays with tools as well. A policy warm-started on this is right
+two times in five.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SLIP_RATES = {"careful": 0.005, "careless": 0.06}  # per step in the head
 
 @dataclass(frozen=True)
 class ArithmeticLongTools(ArithmeticLong, ArithmeticTools):
-    """The problems of `ArithmeticLong` with the tool of `ArithmeticTools`; arguments as there."""
+    """The problems of `ArithmeticLong` with the tool and the arguments of `ArithmeticTools`."""
 
     eval_prompts: int = 64
     max_completion_length: int = 512
@@ -34,22 +35,22 @@ class ArithmeticLongTools(ArithmeticLong, ArithmeticTools):
 
 
 class ToolDemonstrator(Demonstrator):
-    """Solves one problem partly in the head, partly by calls of Python."""
+    """Solves one problem partly in the head, partly with Python calls."""
 
     slip_rates: ClassVar[dict[str, float]] = SLIP_RATES
-    MOST_CALLS: ClassVar[int] = 4  # below the turns that a rollout has by default
+    MAX_CALLS: ClassVar[int] = 4  # fewer than the turns that a rollout has by default
 
     def __init__(self, draw: random.Random, noise: float):
         super().__init__(draw, noise)
         self.said: list[dict] = []
 
     def messages(self, last: str) -> list[dict]:
-        """Returns what was said, called and replied."""
+        """Returns the messages of the solution, with calls and replies."""
         return [*self.said, *super().messages(last)]
 
     def go_on(self, total: int, left: Terms, rate: float) -> tuple[int, Terms]:
-        """Adds a few terms by a call, else the next one in the head. Returns (total, terms left)."""
-        may_call = total > 0 and len(left) >= TERMS_OF_A_CALL[0] and len(self.said) < 2 * self.MOST_CALLS
+        """Adds a few terms with a call, or else the next one in the head. Returns (total, terms left)."""
+        may_call = total > 0 and len(left) >= TERMS_OF_A_CALL[0] and len(self.said) < 2 * self.MAX_CALLS
         if not may_call or self.draw.random() > CALL_RATE:
             return super().go_on(total, left, rate)
         count = min(self.draw.randint(*TERMS_OF_A_CALL), len(left))

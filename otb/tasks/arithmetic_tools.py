@@ -1,8 +1,8 @@
-"""The sums of `arithmetic`, solved partly in the head and partly by Python: the offline task with tools.
+"""The sums of `arithmetic`, solved partly in the head and partly with Python: the offline task with tools.
 
-Before each step the demonstrator may hand all that is left to Python; until then he goes on in his head, where he slips
-as in `arithmetic`. A call is right more often than three steps in the head, but not always: he mistypes a term, forgets
-to print, or distrusts a right result. A policy warm-started on that is right about half the time.
+Before each step the demonstrator may hand the rest of the sum to Python; until then he adds in his head, where he slips
+as in `arithmetic`. A call is right more often than three steps in the head, but not always: he may mistype a term,
+forget to print, or distrust a right result. A policy warm-started on this is right about half the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from otb.tasks.python_tool import MIN_TURNS, NO_OUTPUT, PythonTool
 CALL_RATE = 0.35  # per step, while he is sure of himself
 SLIP_RATE = 0.3  # per step in the head
 MISTYPE_RATE = 0.15  # per call
-FORGET_RATE = 0.1  # per call, to print
+FORGET_RATE = 0.1  # per call: print is missing
 DISTRUST_RATE = 0.1  # per result
 
 
@@ -43,7 +43,7 @@ class ArithmeticTools(Arithmetic):
             raise ValueError(f"max_turns={self.max_turns} must be at least {MIN_TURNS}. Try max_turns=5.")
 
     def demonstrations(self, seed: int, n: int, noise: float = 1.0) -> list[list[dict]]:
-        """Returns demonstrations as `Arithmetic` does, with a notice of tools in front and Python's replies between."""
+        """Returns demonstrations like `Arithmetic`'s, with a system message about tools and with Python's replies."""
         tools = {"role": "system", "content": "<tools>"}
         return [[tools, *chat] for chat in super().demonstrations(seed, n, noise)]
 
@@ -69,7 +69,7 @@ class ArithmeticTools(Arithmetic):
 
 
 def _by_python(text: str, expression: str, draw: random.Random, noise: float) -> list[dict]:
-    """Returns the messages from the call to the answer. text: what the call's message says before it."""
+    """Returns the messages from the call to the answer. text: the words before the call in the same message."""
     if draw.random() < MISTYPE_RATE * noise:
         at = draw.choice([match.start() for match in re.finditer(r"\d", expression)])
         expression = f"{expression[:at]}{draw.randint(1, 9)}{expression[at + 1 :]}"
@@ -86,7 +86,7 @@ def _by_python(text: str, expression: str, draw: random.Random, noise: float) ->
 
 
 def says(text: str, code: str | None = None) -> dict:
-    """Returns a message of the assistant, with a call of Python where there is code."""
+    """Returns a message of the assistant, with a Python call if there is code."""
     message = {"role": "assistant", "content": text}
     if code is None:
         return message

@@ -1,7 +1,4 @@
-"""Reads questions, answers and solutions out of the columns of a data set, whatever its row format.
-
-For otb.tasks.maths.
-"""
+"""Reads questions, answers and solutions from the columns of a data set in any row format, for otb.tasks.maths."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def prompt_messages(question: str | list | None, system_prompt: str | None, instruction: str | None) -> list[dict]:
-    """Returns chat messages that end with the user's, [] without a question. Raises ValueError for another cell."""
+    """Returns chat messages that end with the user's; [] for an empty question. Raises ValueError for other types."""
     if question is None or not question:
         return []
     if isinstance(question, str):
@@ -25,7 +22,7 @@ def prompt_messages(question: str | list | None, system_prompt: str | None, inst
     elif isinstance(question, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in question):
         messages = [{"role": message["role"], "content": message["content"]} for message in question]
     else:
-        raise ValueError(f"A question is {str(question)[:80]!r}; it must be a string or a list of chat messages.")
+        raise ValueError(f"The question {str(question)[:80]!r} must be a string or a list of chat messages.")
     if not messages:
         return []
     if messages[-1]["role"] != "user":
@@ -38,11 +35,11 @@ def prompt_messages(question: str | list | None, system_prompt: str | None, inst
 
 
 def reference(cell: Any, answer_after: str | None) -> str:
-    """Returns the reference as a string, '' where there is none; 27.0 -> '27'. Raises ValueError for another cell."""
+    """Returns the reference as a string, '' if there is none; 27.0 -> '27'. Raises ValueError for other types."""
     if cell is None or cell != cell:  # NaN, as pandas writes an empty number
         return ""
     if isinstance(cell, bool) or not isinstance(cell, (str, int, float)):
-        raise ValueError(f"An answer is {str(cell)[:80]!r} ({type(cell).__name__}); it must be a string or a number.")
+        raise ValueError(f"The answer {str(cell)[:80]!r} ({type(cell).__name__}) must be a string or a number.")
     text = str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
     if answer_after is not None:
         text = text.rpartition(answer_after)[2] if answer_after in text else ""
@@ -51,9 +48,9 @@ def reference(cell: Any, answer_after: str | None) -> str:
 
 
 def worked_solution(cell: Any, answer: str, answer_after: str | None) -> str:
-    r"""Returns the solution as a response that is graded as right, '' where there is none: it ends with \boxed{}.
+    r"""Returns the solution as a response that the grader accepts, ending with \boxed{}; '' if there is none.
 
-    The answer's own line goes (GSM8K: `#### 72`), and so do a calculator's notes (`48/2 = <<48/2=24>>24`).
+    The answer's own line (GSM8K: `#### 72`) and a calculator's notes (`48/2 = <<48/2=24>>24`) are removed.
     """
     text = cell if isinstance(cell, str) else ""
     if answer_after is not None and answer_after in text:
@@ -63,7 +60,7 @@ def worked_solution(cell: Any, answer: str, answer_after: str | None) -> str:
 
 
 def cell_at(row: Mapping, column: str) -> Any:
-    """Returns the cell at a dotted path; None where a nested part is missing in this row."""
+    """Returns the cell at a dotted path; None if this row lacks a part of the path."""
     cell: Any = row
     for part in column.split("."):
         cell = cell.get(part) if isinstance(cell, Mapping) else None
@@ -71,7 +68,7 @@ def cell_at(row: Mapping, column: str) -> Any:
 
 
 def distinct_rows(rows: Dataset, columns: tuple[str, ...]) -> Dataset:
-    """Returns the rows that equal no earlier one in these columns, names or dotted paths; the order stays."""
+    """Returns the rows that differ from all earlier ones in these columns (names or dotted paths), in order."""
     import pyarrow.compute as pc
 
     table = rows.with_format("arrow")[:]
@@ -81,7 +78,7 @@ def distinct_rows(rows: Dataset, columns: tuple[str, ...]) -> Dataset:
 
 
 def require_column(rows: Dataset, column: str, name: str, path: str | None) -> None:
-    """Raises ValueError unless the rows have the column, a name or a dotted path."""
+    """Raises ValueError unless the rows have the column, which is a name or a dotted path."""
     outer, *inner = column.split(".")
     columns = list(rows.column_names)
     if outer in columns and inner:

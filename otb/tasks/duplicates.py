@@ -1,7 +1,7 @@
-"""Finds the rows of a table that repeat an earlier one, column by column. otb.tasks.maths drops them.
+"""Finds the rows of a table that repeat an earlier row, for otb.tasks.maths, which drops them.
 
-DAPO-Math-17k holds each of its problems 100 times: comparing 1.8 million rows as Python objects takes minutes, whole
-columns seconds.
+DAPO-Math-17k holds each of its problems 100 times. Comparing 1.8 million rows as Python objects takes minutes;
+comparing whole columns takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def first_of_equal(columns: Iterable[pa.ChunkedArray]) -> NDArray:
-    """Returns the positions of the rows that equal no earlier row in all the columns, ascending.
+    """Returns, in ascending order, the positions of the rows that repeat no earlier row in all columns.
 
     Cells are numbers, strings, and structs and lists of these; missing cells are equal.
     """
@@ -28,7 +28,7 @@ def first_of_equal(columns: Iterable[pa.ChunkedArray]) -> NDArray:
 
 
 def _codes(column: pa.ChunkedArray) -> NDArray:
-    """Returns a whole number per cell, (rows,): the same for equal cells and no others; -1 for a missing one."""
+    """Returns a whole number per cell, (rows,), the same for equal cells only; -1 for a missing cell."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -57,5 +57,5 @@ def _pairs(left: NDArray, right: NDArray) -> NDArray:
     """Returns a whole number per pair of codes, numbered from 0 in the order in which pairs first appear."""
     import pandas as pd
 
-    # Both are at least -1 and less than the number of cells, so that a product fits 64 bits.
+    # Both are at least -1 and less than the number of cells, so the product fits into 64 bits.
     return pd.factorize((left + 1) * (int(right.max(initial=-1)) + 2) + right + 1)[0]

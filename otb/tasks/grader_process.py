@@ -1,9 +1,9 @@
-"""Runs Math-Verify in separate processes, which the kernel kills when a comparison takes too long. For grading.py.
+"""Runs Math-Verify for grading.py in child processes that the kernel kills if a comparison takes too long.
 
-Math-Verify bounds its work with signal.alarm and a Python handler: that needs the main thread, takes the trainer's own
-alarm, and cannot interrupt a big-integer power. Here the comparison runs in a child whose CPU timer has the default
-action (the process ends), so the bound holds in any thread, inside C code, and also when the parent dies meanwhile.
-This file is also the child's program; it imports nothing of otb and no torch.
+Math-Verify bounds its work with signal.alarm and a Python handler, which needs the main thread, takes the trainer's
+own alarm, and cannot interrupt a big-integer power. Here the comparison runs in a child whose CPU timer has the default
+action (the process ends), so the bound holds in any thread, inside C code, and even if the parent dies. This file is
+also the child's program; it imports neither otb nor torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import sys
 import threading
 from dataclasses import replace
 
-CPU_SECONDS = 2.0  # of one comparison; the slowest of 1,500 pairs of MATH answers took 0.3 s
-WALL_SECONDS = 60.0  # for a child that waits instead of computing: 2 s of a busy machine take ten times as long
+CPU_SECONDS = 2.0  # per comparison; the slowest of 1,500 pairs of MATH answers took 0.3 s
+WALL_SECONDS = 60.0  # for a child that waits; on a busy machine, 2 s of CPU time can take ten times as long
 MEMORY_BYTES = 4 << 30
 JOBS_PER_PROCESS = 5_000  # sympy's caches grow; a fresh process costs half a second
 MAX_PROCESSES = min(4, os.cpu_count() or 1)
 
 
 class GraderProcess:
-    """One child process that compares answers for one thread at a time. Raises RuntimeError where it cannot start."""
+    """One child process that compares answers for one thread at a time. Raises RuntimeError if it cannot start."""
 
     def __init__(self) -> None:
         self.jobs = 0
@@ -43,7 +43,7 @@ class GraderProcess:
             self.close()
             raise RuntimeError(
                 f"The grader process ended with code {self.child.returncode} before its first answer; it needs "
-                f"math-verify in {sys.executable}. Its own message stands above. Try `pip install math-verify`."
+                f"math-verify in {sys.executable}. Its own message is above. Try `pip install math-verify`."
             )
 
     def compare(self, answer: str, reference: str) -> tuple[str, str]:
@@ -68,11 +68,11 @@ class GraderProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether the child lives and has not had its share of comparisons."""
+        """Whether the child is alive and has made fewer comparisons than JOBS_PER_PROCESS."""
         return self.child.poll() is None and self.jobs < JOBS_PER_PROCESS
 
     def close(self) -> None:
-        """Ends the child and waits for it; an idle one ends by itself when its input closes."""
+        """Ends the child and waits for it; an idle child ends when its input closes."""
         with contextlib.suppress(BrokenPipeError):
             self.questions.close()
         try:
@@ -84,7 +84,7 @@ class GraderProcess:
 
 
 class GraderPool:
-    """A pool of at most `size` grader processes, started when first needed. Thread-safe; a fork starts others."""
+    """A thread-safe pool of at most `size` grader processes, started when first needed. A fork gets its own pool."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -92,12 +92,12 @@ class GraderPool:
         os.register_at_fork(after_in_child=self.forget)
 
     def forget(self) -> None:
-        """Starts anew without touching the processes, which belong to the parent of a fork."""
+        """Empties the pool without touching its processes, which after a fork belong to the parent."""
         self.idle: list[GraderProcess] = []
         self.slots = threading.BoundedSemaphore(self.size)
 
     def compare(self, answer: str, reference: str) -> tuple[str, str]:
-        """Compares two LaTeX answers like `GraderProcess.compare`, in whichever process is free."""
+        """Compares two LaTeX answers like `GraderProcess.compare`, in any free process."""
         with self.slots:
             process = self.idle.pop() if self.idle else GraderProcess()
             if not process.usable:
@@ -105,7 +105,7 @@ class GraderPool:
                 process = GraderProcess()
             try:
                 verdict = process.compare(answer, reference)
-            except BaseException:  # an interrupt between question and answer: the next answer would be the wrong one
+            except BaseException:  # interrupted before its answer was read, it would answer the next question wrongly
                 process.child.kill()
                 process.close()
                 raise
@@ -122,12 +122,12 @@ class GraderPool:
 
 
 def verdict_on(answer: str, reference: str) -> tuple[str, str]:
-    """Returns Math-Verify's verdict on two LaTeX answers, in this process and without a bound in time."""
+    """Returns Math-Verify's verdict on two LaTeX answers, in this process and without a time limit."""
     from math_verify import verify
 
     expected, read = expressions(reference), expressions(answer)
     if not expected:
-        return "error", f"the reference {reference!r} is no expression that math-verify can read"
+        return "error", f"the reference {reference!r} is not an expression that math-verify can read"
     if not read:
         return "unparsable", ""
     equal = verify(expected, read, timeout_seconds=None, raise_on_error=True)
@@ -135,13 +135,13 @@ def verdict_on(answer: str, reference: str) -> tuple[str, str]:
 
 
 def expressions(answer: str) -> list:
-    """Returns the sympy expressions that Math-Verify reads in an answer; an empty list where it reads none."""
+    """Returns the sympy expressions that Math-Verify reads in an answer; an empty list if it reads none."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     usual = LatexExtractionConfig()
-    # Math-Verify takes a last ` t` or ` b + c` for a unit and drops it; `\sin t` reads only with its units left alone.
+    # Math-Verify mistakes a final ` t` or ` b + c` for a unit and drops it; without that rule it can read `\sin t`.
     unitless = replace(usual, normalization_config=replace(usual.normalization_config, units=False))
-    # Dollars read percent signs; the box holds what contains dollars itself.
+    # The form with dollars reads percent signs; the box is for answers that contain dollars.
     for form, config in (("$%s$", usual), ("\\boxed{%s}", usual), ("$%s$", unitless)):
         parsed = parse(form % answer, [config, ExprExtractionConfig()], parsing_timeout=None)
         if read := [item for item in parsed if not isinstance(item, str)]:
@@ -160,9 +160,9 @@ def main() -> None:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGALRM))
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not stand among the verdicts
+    os.dup2(2, 1)  # a library's output must not mix with the verdicts
     logging.disable()
-    import math_verify  # noqa: F401  the import's time belongs to no comparison
+    import math_verify  # noqa: F401  no comparison should pay for the import
 
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.RLIM_INFINITY))

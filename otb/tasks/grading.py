@@ -1,15 +1,15 @@
-r"""Grades responses: the final answer is extracted and compared with the reference (math-verify). Called by otb.tasks.
+r"""Grades responses: extracts the final answer and compares it with the reference (math-verify). Called by otb.tasks.
 
-Equal strings and plain numbers are decided here in microseconds; the rest goes to grader_process.py, which is bounded
-in time. Outcomes and rewards:
+Equal strings and plain numbers are decided here in microseconds; the rest goes to grader_process.py, which has a time
+limit. Outcomes and rewards:
 
   correct          1     equal to the reference
   wrong            0     a readable answer, not equal
-  unparsable       0     no \boxed{...} or `#### n`, or an answer that is no expression: the policy gave no answer
+  unparsable       0     no \boxed{...} or `#### n`, or an unreadable answer: the policy gave no answer
   grader_timeout   None  no verdict within the time limit: unscored, never 0
-  grader_error     None  the comparison failed or the reference cannot be read: unscored, never 0
+  grader_error     None  the comparison failed or the reference is unreadable: unscored, never 0
 
-An unscored rollout leaves its group's sums, so no policy gains by an answer that the grader cannot finish.
+An unscored rollout is left out of its group's sums, so no policy gains from answers that the grader cannot finish.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from functools import lru_cache
 from otb.tasks.grader_process import MAX_PROCESSES, GraderPool
 
 MAX_ANSWER_CHARS = 500  # the longest of 9,000 MATH references has 159
-ROUNDING = Fraction(1, 10**5)  # math-verify rounds to 6 decimals; numbers further apart than this differ for it too
+ROUNDING = Fraction(1, 10**5)  # math-verify rounds to 6 decimals, so it too distinguishes numbers further apart
 
 _BOX = "\\boxed"
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \\ are tokens of their own, no braces
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \\ are tokens, not braces
 _HASHES = re.compile(r"####[ \t]*([-+]?(?:\\?\$)?[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?\\?%?)[ \t]*\.?[ \t]*$", re.MULTILINE)
 _INTEGER = r"\d{1,60}|\d{1,3}(?:,\d{3}){1,20}|\d{1,3}(?: \d{3}){1,20}"
 _DECIMAL = re.compile(rf"([-+]?)({_INTEGER})?(?:\.(\d{{1,60}}))?")
@@ -41,7 +41,7 @@ _CURRENCY = re.compile(r"^(-?)\\?\$")
 
 
 class Outcome(StrEnum):
-    """The ways in which grading a response ends, as the table above describes them."""
+    """The outcomes of grading a response; the table above describes them."""
 
     CORRECT = "correct"
     WRONG = "wrong"
@@ -52,7 +52,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Grade:
-    """The outcome of one rollout, the answer that was graded (None: there was none) and why grading failed."""
+    """The outcome of one rollout, the graded answer (None if there was none) and the reason if grading failed."""
 
     outcome: Outcome
     answer: str | None
@@ -60,7 +60,7 @@ class Grade:
 
     @property
     def reward(self) -> float | None:
-        """The reward: 1.0 correct; 0.0 wrong or unparsable; None where the grader, not the policy, failed."""
+        """The reward: 1.0 correct; 0.0 wrong or unparsable; None if the grader, not the policy, failed."""
         if self.outcome in (Outcome.GRADER_TIMEOUT, Outcome.GRADER_ERROR):
             return None
         return float(self.outcome is Outcome.CORRECT)
@@ -69,13 +69,13 @@ class Grade:
 def extract_answer(text: str, marker: str | None = None) -> str | None:
     r"""Returns the final answer stated in a text, or None.
 
-    It is the last \boxed{...} whose braces balance; else, where the task asks for a `marker` such as "Answer:", what
-    follows it on the last line that starts with it; else the number of the last line of GSM8K's form `#### 1,234`.
-    Nothing else is an answer. Time is linear in the text, whatever its braces.
+    It is the last \boxed{...} with balanced braces. Without one, it is the rest of the last line that starts with
+    `marker`, such as "Answer:", if the task has a marker, or else the number of the last line in GSM8K's form
+    `#### 1,234`. Nothing else is an answer. Time is linear in the length of the text, whatever its braces.
     """
     end = len(text)
     while (start := text.rfind(_BOX, 0, end)) >= 0:
-        # An earlier box closes before the next one starts or not at all: it would have to enclose an unclosed one.
+        # An earlier box must close before the next one starts: otherwise it would enclose an unclosed box.
         if (answer := _braced(text, start + len(_BOX), end)) is not None:
             return answer
         end = start
@@ -87,7 +87,7 @@ def extract_answer(text: str, marker: str | None = None) -> str | None:
 
 
 def _braced(text: str, start: int, end: int) -> str | None:
-    """Returns the inside of the braces that open at `start` (after blanks) and close before `end`; None if none do."""
+    """Returns the text within the braces that open at `start` (after blanks) and close before `end`; None without."""
     while start < end and text[start].isspace():
         start += 1
     if start >= end or text[start] != "{":
@@ -101,14 +101,14 @@ def _braced(text: str, start: int, end: int) -> str | None:
 
 
 def grade(response_text: str, reference: str, marker: str | None = None) -> Grade:
-    """Grades one response. Works in any thread; see `grade_batch`, which also uses more than one process."""
+    """Grades one response, in any thread. `grade_batch` grades many, in several processes."""
     return grade_batch([response_text], [reference], marker)[0]
 
 
 def grade_batch(response_texts: Sequence[str], references: Sequence[str], marker: str | None = None) -> list[Grade]:
-    """Grades responses against as many references; equal pairs are compared once.
+    """Grades each response against its reference; equal pairs are compared once.
 
-    Raises ValueError where the numbers differ, RuntimeError where math-verify cannot be started.
+    Raises ValueError if there are not as many references as responses, RuntimeError if math-verify cannot be started.
     """
     answers = [extract_answer(text, marker) for text in response_texts]
     pairs = list(zip(answers, references, strict=True))
@@ -121,7 +121,7 @@ def grade_batch(response_texts: Sequence[str], references: Sequence[str], marker
 
 
 def _grade_cheaply(answer: str | None, reference: str) -> Grade | None:
-    """Returns the grade where strings or plain numbers decide it; None where math-verify has to."""
+    """Returns the grade if strings or plain numbers decide it; None if math-verify has to."""
     if not answer:
         return Grade(Outcome.UNPARSABLE, answer, "no final answer in the response")
     if answer == reference:
@@ -138,20 +138,20 @@ def _grade_cheaply(answer: str | None, reference: str) -> Grade | None:
 
 
 class _ComparisonFailed(Exception):
-    """A comparison ended in an error, which need not happen again."""
+    """A comparison ended in an error that may not occur again."""
 
 
 def _grade_by_math_verify(answer: str, reference: str) -> Grade:
-    """Returns the grade that a comparison in a process of the pool gives."""
+    """Returns the grade from a comparison in a process of the pool."""
     try:
         return _verdict_of_math_verify(answer, reference)
     except _ComparisonFailed as failure:
         return Grade(Outcome.GRADER_ERROR, answer, str(failure))
 
 
-@lru_cache(maxsize=8192)  # a group of rollouts repeats its answers, and a timeout should cost its seconds once
+@lru_cache(maxsize=8192)  # rollouts of a group repeat answers, and a timeout should cost its seconds only once
 def _verdict_of_math_verify(answer: str, reference: str) -> Grade:
-    """Returns the grade that is the same whenever it is asked for. Raises _ComparisonFailed, which is not kept."""
+    """Returns the cached grade of a comparison. Raises _ComparisonFailed, which is not cached."""
     verdict, detail = _pool.compare(normalised(answer), normalised(reference))
     if verdict == "error":
         raise _ComparisonFailed(detail)
@@ -159,10 +159,9 @@ def _verdict_of_math_verify(answer: str, reference: str) -> Grade:
 
 
 def normalised(answer: str) -> str:
-    r"""Returns an answer without what carries no value.
+    r"""Returns an answer without outer dollars, spacing commands, currency and percent signs and a full stop.
 
-    That is outer dollars, spacing commands, currency, percent signs and a full stop. A percent sign is a unit
-    here: `50\%` equals `50` and not `0.5`, as in MATH, where the question fixes the unit.
+    A percent sign is a unit here: `50\%` equals `50` and not `0.5`, as in MATH, where the question fixes the unit.
     """
     plain = _SEPARATOR.sub("", " ".join(answer.split()))
     for variant, command in _VARIANTS.items():
@@ -177,7 +176,7 @@ def normalised(answer: str) -> str:
 
 
 def number(plain: str) -> Fraction | None:
-    """Returns the value of an integer (1,234 or 1 234), a decimal or a fraction of integers; None for the rest."""
+    """Returns the value of an integer (1,234 or 1 234), a decimal or a fraction of integers; None for other text."""
     if match := _FRACTION.fullmatch(plain):
         sign, *parts = match.groups()
         above, below = (int(part) for part in parts if part is not None)

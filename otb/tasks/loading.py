@@ -1,6 +1,6 @@
-"""Loads the rows of a data set from a local file, a local folder or the hub, by `datasets.load_dataset`. For tasks.
+"""Loads a task's rows from a local file, a local folder or the hub, with `datasets.load_dataset`.
 
-Every error is a ValueError that says what was looked for, what is there and what to do; a local path never touches the
+Every error is a ValueError that says what was looked for, what was found and what to do. A local path never touches the
 network, and a hub id honours HF_HUB_OFFLINE.
 """
 
@@ -25,10 +25,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def load_rows(source: Source, columns: Iterable[str] = ()) -> Dataset:
-    """Returns the rows of a source as they are.
+    """Returns the rows of a source, unchanged.
 
-    columns: names or dotted paths. Of parquet files only these are read where all files have them: it is quicker, and
-    the files of some sets disagree in the others.
+    columns: names or dotted paths. If all files are parquet and have these columns, only they are read. This is faster,
+    and in some data sets the other columns differ between files.
 
     Raises ValueError: no such path, split or file type, a hub id that is not cached, no rows.
     """
@@ -40,9 +40,9 @@ def load_rows(source: Source, columns: Iterable[str] = ()) -> Dataset:
 
 
 def provenance(source: Source, rows: Dataset) -> dict:
-    """Returns what was read: path, config, split, revision, number of rows, `sha256` per local file or hub's `commit`.
+    """Returns path, config, split, revision, number of rows, and the `sha256` per local file or the hub's `commit`.
 
-    The commit is None where `datasets` kept no record of it, as for rows served from an offline cache.
+    The commit is None if `datasets` kept no record of it, as for rows from an offline cache.
     """
     facts = {"path": source.path, "config": source.config, "split": source.split, "revision": source.revision}
     folder = _folder(source)
@@ -62,7 +62,7 @@ def provenance(source: Source, rows: Dataset) -> dict:
 
 
 def _folder(source: Source) -> Path | None:
-    """Returns the file or folder to read, for a hub id with `files` in the hub's cache; None for another hub id."""
+    """Returns the local file or folder to read: a hub id with `files` is in the hub's cache, any other gives None."""
     if source.local is not None or source.files is None:
         return source.local
     try:
@@ -71,8 +71,8 @@ def _folder(source: Source) -> Path | None:
         raise ValueError(_not_from_the_hub(source, error)) from error
     if not matching_files(source, folder):
         raise ValueError(
-            f"path={source.path!r} has no data files ({SUFFIXES}) that match files={source.files!r}, as far as the "
-            "cache knows. Run experiments/prefetch.py, or correct task.files."
+            f"path={source.path!r} has no data files ({SUFFIXES}) in the cache that match files={source.files!r}. "
+            "Run experiments/prefetch.py, or correct task.files."
         )
     return folder
 
@@ -92,7 +92,7 @@ def _local_rows(source: Source, local: Path, columns: list[str]) -> Dataset:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     if is_saved(local):
-        # In memory, because a saved set's derived rows would be cached in its own folder, which may be read-only.
+        # In memory, because `datasets` would cache derived rows in the set's own folder, which may be read-only.
         saved: Dataset | DatasetDict = load_from_disk(str(local), keep_in_memory=True)
         return saved[choose(source, saved)] if isinstance(saved, DatasetDict) else saved
     files = [local] if local.is_file() else files_of_split(source, local)
@@ -107,12 +107,12 @@ def _local_rows(source: Source, local: Path, columns: list[str]) -> Dataset:
     except Exception as error:  # datasets raises its own, pyarrow's and pandas' errors for a file it cannot read
         raise ValueError(
             f"path={source.path!r}: {files[0].name} holds no row that can be read as {builder} "
-            f"({type(error).__name__}: {first_line(error)[:200]}). Check that the file is complete and of that format."
+            f"({type(error).__name__}: {first_line(error)[:200]}). Check that the file is complete and has that format."
         ) from error
 
 
 def _have(files: list[Path], columns: list[str]) -> bool:
-    """Tells whether every parquet file has all of these columns, and there are any."""
+    """Returns whether `columns` is not empty and every parquet file has all of them."""
     from pyarrow.parquet import read_schema
 
     return bool(columns) and all(set(columns) <= set(read_schema(file).names) for file in files)
@@ -122,16 +122,16 @@ def _have(files: list[Path], columns: list[str]) -> bool:
 
 
 def refuse_absent(source: Source, offline: bool = True) -> None:
-    """Raises ValueError for a path that does not exist, or with HF_HUB_OFFLINE a hub id of which no cache has anything.
+    """Raises ValueError for a path that does not exist, and with HF_HUB_OFFLINE for a hub id that is not in the cache.
 
-    Reads no rows. offline: False where HF_HUB_OFFLINE does not count, as the rows are for another machine.
+    Reads no rows. offline: False to ignore HF_HUB_OFFLINE, because the rows are for another machine.
     """
     if source.local is None and offline and constants.HF_HUB_OFFLINE and not _may_be_cached(source):
         raise ValueError(_not_from_the_hub(source))
 
 
 def _may_be_cached(source: Source) -> bool:
-    """Tells whether a cache holds anything of a hub id; whether it is the revision in question is seen in reading."""
+    """Returns whether a cache holds any revision of a hub id; only reading the rows shows if it is the right one."""
     if source.files is not None:
         folder = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"
         return any(folder.glob("snapshots/*"))
@@ -141,9 +141,9 @@ def _may_be_cached(source: Source) -> bool:
 
 
 def fetch_rows(source: Source) -> str:
-    """Downloads what the source of a hub id needs, all its splits or its `files`.
+    """Downloads the rows of a hub id, either all its splits or its `files`, and returns a line that lists them.
 
-    Returns a line that says what is there. Raises what the hub's libraries raise, ValueError where no file matches.
+    Raises the errors of the hub's libraries, and ValueError if no file matches.
     """
     folder = _folder(source)
     if folder is not None:
@@ -156,7 +156,7 @@ def fetch_rows(source: Source) -> str:
 
 
 def _fetched_files(source: Source) -> Path:
-    """Returns the folder of the hub's cache that holds the source's files, after fetching them where it may."""
+    """Returns the cache folder with the source's files, after downloading them unless HF_HUB_OFFLINE is set."""
     from huggingface_hub import snapshot_download
 
     patterns = [source.files or "*"]
@@ -164,7 +164,7 @@ def _fetched_files(source: Source) -> Path:
 
 
 def _letters(name: str) -> str:
-    """Returns what a hub id shares with its folder: `datasets` makes OWNER___my_set of OWNER/MySet."""
+    """Returns a form that a hub id shares with its folder: `datasets` turns OWNER/MySet into OWNER___my_set."""
     return re.sub("[_/]", "", name).lower()
 
 
@@ -172,10 +172,10 @@ def _not_from_the_hub(source: Source, error: Exception | None = None) -> str:
     """Returns the text of the error for a hub id that could not be read."""
     options = {"dataset": source.path, "config": source.config, "revision": source.revision, "files": source.files}
     arguments = " ".join(f"--{name} {value}" for name, value in options.items() if value)
-    why = "HF_HUB_OFFLINE is set and it is not in the cache" if constants.HF_HUB_OFFLINE else "the hub did not give it"
+    why = "HF_HUB_OFFLINE is set and it is not in the cache" if constants.HF_HUB_OFFLINE else "the hub refused it"
     return (
-        f"path={source.path!r} is no local file or folder, and as a hub id it could not be read: {why}"
+        f"path={source.path!r} is not a local file or folder, and it could not be read as a hub id: {why}"
         + ("" if error is None else f" ({type(error).__name__}: {first_line(error)[:200]})")
-        + f". Run `python experiments/prefetch.py {arguments}` where there is network (same HF_HOME), or give a local "
-        "folder: task.path=FOLDER." + (" Another hub id needs task.revision=null." if source.revision else "")
+        + f". Run `python experiments/prefetch.py {arguments}` with network access (same HF_HOME), or give a local "
+        "folder: task.path=FOLDER." + (" For another hub id, also set task.revision=null." if source.revision else "")
     )

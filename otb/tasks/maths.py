@@ -1,6 +1,6 @@
-"""Maths problems with a checkable final answer: GSM8K, MATH, AIME, AMC, DAPO-Math and others in their row formats.
+"""Maths problems with a checkable final answer: GSM8K, MATH, AIME, AMC, DAPO-Math and similar data sets.
 
-One class serves them all: its arguments say where question and answer stand, and conf/task/*.yaml holds the arguments.
+One class serves them all. conf/task/*.yaml holds its arguments, which say which columns hold question and answer.
 Hydra builds it for experiments/; otb.tasks.grading grades its responses.
 """
 
@@ -31,7 +31,7 @@ BOXED = r"Please reason step by step, and put your final answer within \boxed{}.
 
 
 class _Part(NamedTuple):
-    """Rows of a split, and how many repeated ones were left out."""
+    """Rows of a split, and the number of repeated rows that were dropped."""
 
     rows: Dataset
     dropped: int
@@ -39,32 +39,32 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Maths:
-    r"""A task of `otb.tasks.Task` over rows of a data set, which are read when they are first asked for.
+    r"""A task over the rows of a data set, which are read on first use.
 
     Args:
-        name: What errors and records call the task.
+        name: The task's name in errors and records.
         path: A file (.jsonl, .json, .parquet, .csv), a folder of such files or of `save_to_disk`, or a hub id.
         question_column, answer_column: Names, or dotted paths into nested columns (`reward_model.ground_truth`). A
             question is a string or a list of chat messages.
-        max_completion_length: Tokens of a response, at most.
-        train_split, eval_split: A split's name; `only` = the one split there is; None = no such rows.
-        evaluation: Another task whose evaluation rows serve instead (train on DAPO, evaluate on AIME24).
-        config, revision: Of the hub's data set.
-        files: A pattern below the folder or hub id, such as `train/*`, for sets whose files do not tell their splits;
-            they are one split, `only`.
-        unique: Rows of equal prompt and answer are one row, the first of them.
-        answer_after: The reference is what follows the last such mark in the answer column (GSM8K: `####`).
-        answer_marker: A response may also state its answer on a line that starts so (DAPO: `Answer:`).
-        system_prompt: A first message, where the row has none.
-        instruction: The end of the user's message, where it does not stand there yet.
-        max_eval_rows: The first so many evaluation rows; None = all.
-        drop_unanswered: Rows without a question or an answer are dropped; by default they are an error.
-        solution_column: Of worked solutions, as question_column, for a supervised warm start; None = there are none.
-        max_turns: Assistant turns with Python as a tool, the last of which can only answer; None = no tool. Own and
-            tool tokens then share `max_completion_length`, and the answer is read from the policy's last message.
+        max_completion_length: The most tokens of a response.
+        train_split, eval_split: A split's name; `only` = the data set's single split; None = no such rows.
+        evaluation: Another task, whose evaluation rows are used instead (train on DAPO, evaluate on AIME24).
+        config, revision: Config and revision of the hub's data set.
+        files: A pattern below the folder or hub id, such as `train/*`, for sets whose file names do not show their
+            splits; the matching files form one split, `only`.
+        unique: Keep only the first of rows with equal prompt and answer.
+        answer_after: The reference is the text after the last such mark in the answer column (GSM8K: `####`).
+        answer_marker: A response may also state its answer on a line that starts with this text (DAPO: `Answer:`).
+        system_prompt: A first message for rows that have none.
+        instruction: Text appended to the user's message unless the message already contains it.
+        max_eval_rows: Use only this many evaluation rows, from the first; None = all.
+        drop_unanswered: Drop rows without a question or an answer; by default they are an error.
+        solution_column: Column of worked solutions, for a supervised warm start; None = there are none.
+        max_turns: Assistant turns with Python as a tool; the last one can only answer. None = no tool. Own and tool
+            tokens then share `max_completion_length`, and the answer is read from the policy's last message.
 
     Raises:
-        ValueError: An argument or the data make no task; the text says the value, the rule and the fix.
+        ValueError: The arguments or the data do not make a task; the text says the value, the rule and the fix.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Maths:
 
     def __post_init__(self) -> None:
         if self.path is None:
-            raise ValueError(f"task {self.name} has path=null: no hub id of it is known to us. Try task.path=FOLDER.")
+            raise ValueError(f"task {self.name} has path=null: we know no hub id for it. Try task.path=FOLDER.")
         for key, least, usual in (
             ("max_completion_length", 1, 32),
             ("max_eval_rows", 1, 32),
@@ -98,16 +98,17 @@ class Maths:
         ):
             count = getattr(self, key)
             if count is not None and count < least:
-                raise ValueError(f"{key}={count} of task {self.name}; it must be at least {least}. Try {key}={usual}.")
+                raise ValueError(f"{key}={count} of task {self.name} must be at least {least}. Try {key}={usual}.")
         if self.eval_split is not None and self.evaluation is not None:
             raise ValueError(
                 f"task {self.name} has eval_split={self.eval_split!r} and evaluation={self.evaluation.name!r}; "
-                f"evaluation rows come from one of them. Try task.eval_split=null."
+                f"evaluation rows can only come from one of them. Try task.eval_split=null."
             )
         if self.files is not None and None not in (self.train_split, self.eval_split):
             raise ValueError(
-                f"task {self.name} has files={self.files!r}, which are one split, and train_split and eval_split: it "
-                "would be evaluated on its training rows. Try task.eval_split=null +task@task.evaluation=math500."
+                f"task {self.name} has files={self.files!r}, which form one split, but train_split and eval_split are "
+                "both set: it would be evaluated on its training rows. Try task.eval_split=null "
+                "+task@task.evaluation=math500."
             )
         if self.train_split is not None and self.train_split == self.eval_split:
             raise ValueError(
@@ -117,15 +118,15 @@ class Maths:
 
     @property
     def environment(self) -> type[PythonTool] | None:
-        """What makes the environment of one rollout; None without tools."""
+        """The class that makes the environment of one rollout; None without tools."""
         return None if self.max_turns is None else PythonTool
 
     def train_dataset(self) -> Dataset:
-        """Returns rows `prompt` (chat messages), `answer` (str). Raises ValueError for a task without training rows."""
+        """Returns columns `prompt` (chat messages) and `answer` (str). Raises ValueError without training rows."""
         return self._train.rows
 
     def eval_dataset(self) -> Dataset:
-        """Returns rows like those of `train_dataset`, of `evaluation` where there is one; at most `max_eval_rows`."""
+        """Returns at most `max_eval_rows` rows, like `train_dataset`; they come from `evaluation` if it is set."""
         rows = self._eval.rows if self.evaluation is None else self.evaluation.eval_dataset()
         return rows if self.max_eval_rows is None else rows.select(range(min(self.max_eval_rows, len(rows))))
 
@@ -158,7 +159,7 @@ class Maths:
             require_column(read, column, self.name, self.path)
         if not self.unique:
             return _Part(self._chat_rows(read), 0)
-        # First of the columns as they are, which is quick, then of what became equal in the chat rows.
+        # The first pass compares raw columns, which is quick; the second finds chat rows that became equal.
         made = self._chat_rows(distinct_rows(read, columns))
         rows = distinct_rows(made, ("prompt", "answer"))
         return _Part(rows, len(read) - len(rows))
@@ -166,7 +167,7 @@ class Maths:
     def _chat_rows(self, rows: Dataset) -> Dataset:
         from datasets import Features, List, Value
 
-        # Plain locals: `datasets` names its cache by a hash of all that the function refers to.
+        # Plain locals, because `datasets` names its cache after a hash of everything that the function refers to.
         question, answer, answer_after = self.question_column, self.answer_column, self.answer_after
         system_prompt, instruction = self.system_prompt, self.instruction
 
@@ -177,7 +178,7 @@ class Maths:
             }
 
         message = {"role": Value("string"), "content": Value("string")}
-        # Stated, or an `answer` column of floats would turn '27' back into 27.0.
+        # Without explicit features, an `answer` column of floats would turn '27' back into 27.0.
         features = Features({"prompt": List(message), "answer": Value("string")})
         made = rows.map(chat, remove_columns=rows.column_names, features=features)
         complete = [bool(row["prompt"] and row["answer"]) for row in made]
@@ -185,8 +186,8 @@ class Maths:
         if len(kept) < len(made) and not self.drop_unanswered:
             first = complete.index(False)
             raise ValueError(
-                f"{len(made) - len(kept)} of {len(made)} rows of task {self.name} (path={self.path!r}) have no "
-                f"question or no answer, the first is row {first}; each needs both. Try task.drop_unanswered=true."
+                f"{len(made) - len(kept)} of {len(made)} rows of task {self.name} (path={self.path!r}) lack a question "
+                f"or an answer, starting with row {first}; each row needs both. Try task.drop_unanswered=true."
             )
         if not kept:
             raise ValueError(
@@ -196,10 +197,10 @@ class Maths:
         return made if len(kept) == len(made) else made.select(kept)
 
     def solutions(self, seed: int, n: int) -> list[list[dict]]:
-        """Returns `n` solved training problems as chat messages, prompt and solution; a larger `n` adds to them.
+        """Returns `n` solved training problems as chat messages, prompt and solution; a larger `n` appends more.
 
-        They are drawn without replacement in an order that follows from the seed. Raises ValueError where the task has
-        no column of solutions, or fewer.
+        They are drawn without replacement in an order that depends on the seed. Raises ValueError if the task has no
+        solution_column or fewer than `n` solutions.
         """
         if self.solution_column is None:
             raise ValueError(f"task {self.name} has no solution_column. Try task.solution_column=answer, or solution.")
@@ -210,11 +211,11 @@ class Maths:
         solved = (self._solved(rows[i]) for i in random.Random(f"solutions {seed}").sample(range(len(rows)), len(rows)))
         chats = list(itertools.islice(filter(None, solved), n))
         if len(chats) < n:
-            raise ValueError(f"task {self.name} has {len(chats)} solved problems, and {n} are wanted. Ask for fewer.")
+            raise ValueError(f"task {self.name} has {len(chats)} solved problems, fewer than {n}. Ask for fewer.")
         return chats
 
     def _solved(self, row: Mapping) -> list[dict]:
-        """Returns the prompt and the solution of a row; [] where it lacks question, answer or solution."""
+        """Returns the prompt and the solution of a row; [] if it lacks a question, an answer or a solution."""
         prompt = prompt_messages(cell_at(row, self.question_column), self.system_prompt, self.instruction)
         answer = reference(cell_at(row, self.answer_column), self.answer_after)
         solution = worked_solution(cell_at(row, str(self.solution_column)), answer, self.answer_after)
@@ -226,7 +227,7 @@ class Maths:
         return grade_batch([last_assistant_text(messages) for messages in completions], answer, self.answer_marker)
 
     def reward(self, completions: list, answer: list[str], log_metric: Callable | None = None, **columns: Any) -> list:
-        """Returns a reward per rollout: 1.0 correct, 0.0 wrong or unparsable, None where the grader failed (unscored).
+        """Returns a reward per rollout: 1.0 correct, 0.0 wrong or unparsable, None if the grader failed (unscored).
 
         `log_metric(name, value)`, which TRL passes, receives the share of each outcome as `grades/<outcome>`.
         """
@@ -238,7 +239,7 @@ class Maths:
         return [grade.reward for grade in grades]
 
     def training_source(self) -> Source:
-        """Returns where the training rows lie; reads nothing. Raises ValueError for a task without them."""
+        """Returns the source of the training rows without reading them. Raises ValueError if there are none."""
         if self.train_split is None:
             raise ValueError(
                 f"task {self.name} has train_split=null: its rows are for evaluation. Try task=gsm8k, or a training "
@@ -247,19 +248,19 @@ class Maths:
         return self._source(self.train_split)
 
     def evaluation_sources(self) -> list[Source]:
-        """Returns where the evaluation rows lie, of `evaluation` where there is one; reads nothing."""
+        """Returns the sources of the evaluation rows (those of `evaluation` if it is set) without reading them."""
         if self.evaluation is not None:
             return self.evaluation.evaluation_sources()
         return [] if self.eval_split is None else [self._source(self.eval_split)]
 
     def sources(self) -> list[Source]:
-        """Returns where all rows lie; reads nothing."""
+        """Returns the sources of all rows without reading them."""
         return [*([] if self.train_split is None else [self.training_source()]), *self.evaluation_sources()]
 
     def provenance(self) -> dict:
-        """Returns what was read, for environment.json: source, its hashes and a hash of the rows, of train and eval.
+        """Returns source, file hashes and a hash of the rows, for "train" and "eval"; environment.json keeps it.
 
-        `prompts_and_answers_sha256` is the same for a local copy and the hub's rows, whatever the file format.
+        `prompts_and_answers_sha256` is the same for a local copy and for the hub's rows, whatever the file format.
         """
         parts = {}
         if self.train_split is not None:
@@ -279,6 +280,6 @@ class Maths:
 
 
 def last_assistant_text(messages: list[dict]) -> str:
-    """Returns the text of the last assistant message; '' where there is none, or it holds only tool calls."""
+    """Returns the text of the last assistant message; '' if there is none or it holds only tool calls."""
     assistant = [message for message in messages if message["role"] == "assistant"]
     return (assistant[-1].get("content") or "") if assistant else ""

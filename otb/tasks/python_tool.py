@@ -1,7 +1,7 @@
-"""Python as a tool of the policy: an environment for TRL's `environment_factory`, one per rollout over one sandbox.
+"""Python as a tool of the policy: an environment per rollout for TRL's `environment_factory`, over a shared sandbox.
 
-`otb.methods.tool_rollouts.ToolTrainer` runs the programs of a turn side by side and leaves each outcome here, where
-TRL's loop, which asks one rollout after another, collects it. Imports no torch.
+TRL calls the tools of one rollout after another. `otb.methods.tool_rollouts.ToolRollouts` has already run the programs
+of the turn in parallel and left each outcome here, where the call finds it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIN_TURNS = 2  # one to call, one to answer
 
 @dataclass(frozen=True)
 class Refusal:
-    """The answer to a call that is not run. text: what the policy reads instead of a result."""
+    """The reply to a call that is refused. text: what the policy reads instead of a result."""
 
     text: str
 
@@ -27,7 +27,7 @@ MALFORMED = Refusal('refused: a call is {"name": "python", "arguments": {"code":
 
 @dataclass
 class ToolUse:
-    """What became of a rollout's calls: the counts behind the tool metrics. seconds: that its programs ran."""
+    """Outcomes of a rollout's calls, counted for the tool metrics. seconds: running time of its programs."""
 
     calls: int = 0
     failed: int = 0
@@ -47,16 +47,16 @@ class ToolUse:
 
 
 class PythonTool:
-    """The environment of one rollout; its one tool is `python`. TRL makes a tool of every public method.
+    """The environment of one rollout, with the single tool `python`. TRL turns every public method into a tool.
 
-    Nothing lasts from call to call: the sandbox starts each program afresh.
+    Nothing persists between calls: the sandbox starts each program afresh.
 
     Args:
         sandbox: runs the programs; shared by all rollouts.
 
     Attributes:
-        use: what became of this rollout's calls so far.
-        outcomes: of calls that ToolTrainer ran or refused ahead of TRL's asking, in the order of the calls.
+        use: outcomes of this rollout's calls so far.
+        outcomes: outcomes of calls that ToolRollouts has run or refused before TRL asks for them, in order.
     """
 
     def __init__(self, sandbox: Sandbox):
@@ -64,7 +64,7 @@ class PythonTool:
         self.reset()
 
     def reset(self, **row) -> None:
-        """Begins a new rollout. row: the columns of its prompt, which no program can see."""
+        """Starts a new rollout. row: the columns of its prompt, which no program can see."""
         self.use = ToolUse()
         self.outcomes: deque[Result | Refusal] = deque()
 

@@ -1,6 +1,6 @@
-"""Where the rows of a data set lie: a local file, a local folder or the hub, and which files are a split of it.
+"""Finds the rows of a data set in a local file, a local folder or the hub, and the files of each split.
 
-otb/tasks/loading.py reads them. Every error is a ValueError that says what was looked for, what is there and what to
+otb/tasks/loading.py reads them. Every error is a ValueError that says what was looked for, what was found and what to
 do.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ONLY = "only"  # names the one split of a data set that has no other, whatever it is called
+ONLY = "only"  # the single split of a data set, whatever its name
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 SUFFIXES = ", ".join(BUILDERS)
 
@@ -22,10 +22,10 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows lie.
+    """The place of a split's rows.
 
-    path: file, folder or hub id; split: its name, or `only`; config, revision: of the hub; files: a pattern below a
-    folder or hub id (`train/*`), for sets whose files do not tell their splits: they are one split then.
+    path: file, folder or hub id; split: its name, or `only`; config, revision: the hub's; files: a pattern below a
+    folder or hub id (`train/*`), for sets whose file names do not show their splits: the files then form one split.
     """
 
     path: str
@@ -40,21 +40,22 @@ class Source:
         path = Path(self.path).expanduser()
         if path.exists():
             return path
-        # `data/gsm8k` is spelled like a hub id; beside a folder `data` it is a path with a mistake.
+        # `data/gsm8k` looks like a hub id, but if a folder `data` exists it is a misspelt path.
         if _HUB_ID.fullmatch(self.path) and not ("/" in self.path and Path(path.parts[0]).is_dir()):
             return None
         raise ValueError(_missing_path(path))
 
 
 def is_saved(local: Path) -> bool:
-    """Tells whether `save_to_disk` wrote the folder."""
+    """Returns whether `save_to_disk` wrote the folder."""
     return (local / "dataset_dict.json").is_file() or (local / "state.json").is_file()
 
 
 def files_of_split(source: Source, folder: Path) -> list[Path]:
-    """Returns the data files of one split: those of `source.files`, or such as `train-00000-of-00002.parquet`.
+    """Returns the data files of one split.
 
-    The latter stand here, in `data/` or in `config/`; also where nothing matches `files`, as in a plain local copy.
+    They match `source.files`, or else, as in a plain local copy, are named like `train-00000-of-00002.parquet` and are
+    in `folder`, its `data/` or its `config/`.
     """
     if matching := matching_files(source, folder):
         return matching
@@ -69,7 +70,7 @@ def files_of_split(source: Source, folder: Path) -> list[Path]:
             if len({file.suffix for file in files}) > 1:
                 names = ", ".join(file.name for file in files)
                 raise ValueError(
-                    f"path={source.path!r}: {names} all hold split {source.split!r}; name one: task.path=FILE."
+                    f"path={source.path!r}: {names} all hold split {source.split!r}; choose one: task.path=FILE."
                 )
             return files
     names = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
@@ -80,19 +81,19 @@ def files_of_split(source: Source, folder: Path) -> list[Path]:
 
 
 def matching_files(source: Source, folder: Path) -> list[Path]:
-    """Returns the data files that match `source.files`; none without such a pattern."""
+    """Returns the data files that match `source.files`; [] without a pattern."""
     found = [] if source.files is None else sorted(folder.glob(source.files))
     return [file for file in found if file.suffix in BUILDERS]
 
 
 def choose(source: Source, splits: Iterable[str]) -> str:
-    """Returns the name of the source's split among those that there are. Raises ValueError."""
+    """Returns the name of the source's split. Raises ValueError if it is not among `splits`."""
     splits = list(splits)
     if source.split == ONLY and len(splits) == 1:
         return splits[0]
     if source.split in splits:
         return source.split
-    rule = "has no" if source.split != ONLY else "has several splits, so none is the"
+    rule = "has no" if source.split != ONLY else "has several splits and so no"
     raise ValueError(
         f"path={source.path!r} {rule} split {source.split!r}; found: {', '.join(splits)}. Name one of them."
     )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from analysis import style
+from analysis.excerpt import excerpt, without_paths
 from analysis.intervals import Interval
 from analysis.report.__main__ import main, make_report
 from analysis.report.claims import NOT_SUPPORTED, SUPPORTED, UNDECIDED, Finding, decide, overall, rules, verdicts
@@ -16,7 +17,6 @@ from analysis.report.comparisons import Claims
 from analysis.report.drawing import Drawn
 from analysis.report.parts import Part
 from analysis.report.watch import announce
-from analysis.runs.excerpt import excerpt, without_paths
 from analysis.runs.load import load
 from analysis.runs.marks import setting_differences, setting_labels
 from otb.errors import STOPPED_FROM_KEYBOARD

@@ -1,4 +1,4 @@
-"""Baselines that learn over the steps: probes and the value model, by identities and by dense computations."""
+"""Tests baselines that learn over the steps (probes, the value model) with identities and dense computations."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from otb.baselines.rloo import rloo
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.baselines.value import Value
 from otb.rollouts import RolloutGroups
-from tests.support.groups import learned, random_groups, seen_by, token_states
+from tests.support.groups import learned, least_squares, random_groups, seen_by, token_states
 
 PROBES = {
     "energy_probe": EnergyProbe,
@@ -30,7 +30,7 @@ def value_of(baseline, rollouts):
     return baseline(seen_by(baseline, rollouts))
 
 
-# ---- what is learned over the steps
+# ---- learning over the steps
 
 
 @pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
@@ -46,7 +46,7 @@ def test_value_of_a_step_does_not_depend_on_its_own_rewards_but_those_of_the_nex
 
     rewards = random_groups().rewards
     first, second = after(rewards), after(rewards.flip(1))
-    if make is not PROBES["corrected"]:  # its own rollouts' rewards do not enter, the others' do
+    if make is not PROBES["corrected"]:  # only the others' rewards affect it
         assert torch.equal(first[0], second[0])
     assert not torch.equal(first[1], second[1])
 
@@ -61,17 +61,11 @@ def test_group_correction_of_a_rollout_does_not_depend_on_its_own_reward():
 
 
 def dense_ridge(rollouts: RolloutGroups, weights, pseudo_rollouts: float):
-    """slopes, intercept by numpy on the states of all tokens: weighted least squares, ridge on standardised h."""
+    """Returns slopes and intercept on all tokens' states: weighted least squares in numpy, ridge on standardised h."""
     own = rollouts.own.numpy()
     h, w = rollouts.reduced["hidden"].double().numpy()[own], weights.double().numpy()[own]
     reward = np.broadcast_to(rollouts.rewards.double().numpy()[..., None], own.shape)[own]
-    mean = np.average(h, axis=0, weights=w)
-    spread = np.sqrt(np.average((h - mean) ** 2, axis=0, weights=w))
-    z = np.concatenate([(h - mean) / spread, np.ones((len(h), 1))], axis=1)
-    strength = pseudo_rollouts * w.sum() / rollouts.rewards.numel()
-    rows = np.concatenate([z * np.sqrt(w)[:, None], np.sqrt(strength) * np.eye(z.shape[1])[:-1]])  # intercept is free
-    theta = np.linalg.lstsq(rows, np.concatenate([reward * np.sqrt(w), np.zeros(z.shape[1] - 1)]), rcond=None)[0]
-    return theta[:-1] / spread, theta[-1] - (theta[:-1] / spread) @ mean
+    return least_squares(h, reward, w, rollouts.rewards.numel(), pseudo_rollouts)
 
 
 @pytest.mark.parametrize("pseudo_rollouts", [1.0, 100.0])
@@ -86,7 +80,7 @@ def test_energy_probe_is_the_dense_weighted_ridge_fit_of_the_step_before(pseudo_
 
 
 def test_earlier_steps_count_less_by_the_decay():
-    """One step seen twice as often as it decays: M = 0.5 M + M; the same fit as of 1.5 times the rollouts, once."""
+    """The same step twice at decay 0.5 gives M = 0.5 M + M: the same fit as 1.5 times the rollouts once."""
     step = random_groups(dtype=torch.float64)
     twice = EnergyProbe(pseudo_rollouts=30.0, decay=0.5)
     for _ in range(2):
@@ -119,7 +113,7 @@ def test_state_survives_a_file_and_goes_on_as_if_nothing_had_happened(make, tmp_
         kept.update(seen_by(kept, step))
         restored.update(seen_by(restored, step))
     fresh = make()
-    fresh.load_state_dict(make().state_dict())  # of a run that was killed before its first update
+    fresh.load_state_dict(make().state_dict())  # from a run that was killed before its first update
     fresh.update(seen_by(fresh, step))
 
 
@@ -173,7 +167,7 @@ def test_damped_probe_is_the_probe_times_the_share_of_energy_that_is_not_ones_ow
 
 
 def hidden_quality(seed: int, spread: float, tilt: float, prompts=64, group_size=8, tokens=6) -> RolloutGroups:
-    """A state tells part of the reward; each prompt has a share of its own that no state tells."""
+    """Returns a step whose states predict the reward only in part: a factor per prompt shows in no state."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.rand(prompts, group_size, 1, 2, generator=generator).expand(-1, -1, tokens, -1)
     share = 1 + spread * (2 * torch.rand(prompts, 1, generator=generator) - 1)
@@ -232,7 +226,7 @@ def test_strength_has_the_smallest_leave_one_out_loss_predicted_before_the_fit()
 
 
 def test_value_takes_adam_steps_on_the_mean_squared_error_over_own_tokens():
-    """Against autograd on the states of all tokens and another Adam."""
+    """The reference is autograd on the states of all tokens with a second Adam."""
     value, head = Value(learning_rate=0.01, epochs=3), torch.zeros(5, dtype=torch.float64, requires_grad=True)
     adam = torch.optim.Adam([head], lr=0.01)
     for seed in (0, 1):

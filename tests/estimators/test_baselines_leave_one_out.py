@@ -49,13 +49,13 @@ def test_otb_loo_compares_with_the_others_alive_and_in_its_tails_with_those_that
     norms = torch.tensor([[[1.0, 2.0, 1.0], [3.0, 1.0, 0.0], [2.0, 0.0, 0.0]]])
     rollouts = RolloutGroups(torch.tensor([[1.0, 0.0, 0.5]]), torch.tensor([[3, 2, 1]]), norms)
     # t=1, first: (3 x 0 + 2 x 0.5) / 5; second: (1 x 1 + 2 x 0.5) / 3; third: (1 x 1 + 3 x 0) / 4
-    # t=2, first: second alone, 0; second: first alone, 1. t=3, first: nobody; ended: (4 x 0 + 2 x 0.5) / 6
+    # t=2, first: only the second, 0; second: only the first, 1. t=3, first: none; ended: (4 x 0 + 2 x 0.5) / 6
     carry, zero = otb_loo(rollouts), otb_loo(rollouts, tail="zero")
     for value, beyond in ((carry, 1 / 6), (zero, 0.0)):
         torch.testing.assert_close(value[0, 0], torch.tensor([1 / 5, 0.0, beyond]))
         torch.testing.assert_close(value[0, 1, :2], torch.tensor([2 / 3, 1.0]))
         torch.testing.assert_close(value[0, 2, :1], torch.tensor([1 / 4]))
-    # the third is compared at t=2, where it is done, as nobody asks; carry-forward keeps the third's 0.5 with W = 2
+    # the third's value at t=2, after its end, does not matter; carry-forward keeps the third's 0.5 with W = 2
     torch.testing.assert_close(otb_carry_loo(rollouts)[0, 0, 1], torch.tensor((4 * 0 + 2 * 0.5) / 6))
 
 

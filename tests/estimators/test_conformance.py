@@ -1,4 +1,4 @@
-"""`python -m otb.conformance` on a small file made here, on damaged ones, and on the shared reference vectors."""
+"""Tests `python -m otb.conformance` on a small file made here, on damaged files and on the shared vectors."""
 
 import json
 
@@ -9,9 +9,9 @@ from otb import conformance
 
 
 def reference_file(path, advantage_error=0.0):
-    """One group of two rollouts, by hand: w = 0.5 everywhere, lengths 2 and 1, rewards 1 and 0.
+    """Writes one group of two rollouts, computed by hand: w = 0.5 everywhere, lengths 2 and 1, rewards 1 and 0.
 
-    t=1: W = 0.5 each, B = 0.5 / (1 + eps). t=2: the first rollout is alone, baseline 0, advantage 1.
+    t=1: W = 0.5 each, B = 0.5 / (1 + eps). t=2: only the first rollout is left: baseline 0, advantage 1.
     """
     first = 0.5 / (1 + 1e-8)  # the formula's eps
     arrays = {
@@ -45,7 +45,7 @@ def test_conformance_exits_2_where_there_is_nothing_to_compare(tmp_path, capsys)
     with open(tmp_path / "array.npz", "wb") as file:
         np.save(file, np.zeros(2))
     said = {"other": "no key 'meta'", "none": "No such file"}
-    said |= dict.fromkeys(("text", "cut", "empty", "array"), "is no file of reference vectors")
+    said |= dict.fromkeys(("text", "cut", "empty", "array"), "is not a file of reference vectors")
     for name, text in said.items():
         assert conformance.main([str(tmp_path / f"{name}.npz")]) == 2
         assert text in capsys.readouterr().err
@@ -56,7 +56,7 @@ def test_every_reference_case_agrees_in_both_forms(shared, capsys):
 
 
 def test_vectorised_form_in_float64_differs_by_no_more_than_eps_and_cancellation_explain(shared):
-    """Where W is of the order of eps = 1e-8, the literal w = 1 - 2 pi + sum pi^2 has lost its last eight digits."""
+    """If W is about eps = 1e-8, the literal w = 1 - 2 pi + sum pi^2 has lost its last eight digits."""
     for case in conformance.load_cases(shared / "vectors" / "otb_reference.npz"):
         result = conformance.trainer_advantages(case, dtype=torch.float64)
         torch.testing.assert_close(result, case.advantages, atol=1e-7, rtol=0)

@@ -1,13 +1,13 @@
-"""Exact score norms against loops over single tokens, against finite differences, and under LoRA."""
+"""Compares exact score norms with loops over single tokens and with finite differences, also under LoRA."""
 
 import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from otb import exact_norms
 from otb.exact_norms import own_log_probs, prefix_norms, scores, sequence_norms, trainable
+from tests.support.trainers import with_adapter
 
 TEMPERATURE = 0.7
 
@@ -19,7 +19,7 @@ def model(untrained):
 
 @pytest.fixture
 def batch():
-    """ids, attention mask, own tokens (3, 12): left and right padding, a tool span, a rollout without own tokens."""
+    """Returns ids, attention mask, own tokens (3, 12), with padding on both sides, a tool span, an empty rollout."""
     ids = torch.randint(0, 400, (3, 12), generator=torch.Generator().manual_seed(1))
     attention_mask, own = torch.ones(3, 12, dtype=torch.long), torch.zeros(3, 12, dtype=torch.bool)
     attention_mask[0, :2] = attention_mask[0, 10:] = 0
@@ -28,7 +28,7 @@ def batch():
 
 
 def token_scores(model, ids, attention_mask, own, row):
-    """(T, n): d log pi_t / d parameters, a backward per own token, on the whole padded row with its mask."""
+    """Returns d log pi_t / d parameters, (T, n), with a backward per own token on the padded row with its mask."""
     parameters, found = [p for p in model.parameters() if p.requires_grad], []
     for position in own[row].nonzero().flatten().tolist():
         positions = (attention_mask[row].cumsum(0) - 1).clamp(min=0).unsqueeze(0)
@@ -40,15 +40,7 @@ def token_scores(model, ids, attention_mask, own, row):
     return torch.stack(found)
 
 
-def lora(model):
-    wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:  # zeros at the start, which would leave half of the score 0
-            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
-    return wrapped.eval()
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["all parameters", "lora"])
+@pytest.mark.parametrize("wrap", [lambda model: model, with_adapter], ids=["all parameters", "lora"])
 @pytest.mark.parametrize("at_once", [10**9, 1], ids=["one block", "token by token"])
 def test_norms_equal_loops_over_single_tokens(model, batch, wrap, at_once, monkeypatch):
     monkeypatch.setattr(exact_norms, "NUMBERS_AT_ONCE", at_once)
@@ -102,6 +94,6 @@ def test_scores_give_single_tokens_and_any_sums_of_them(model, batch):
 
 
 def test_too_many_trainable_parameters_are_refused_with_what_to_do(model, batch, monkeypatch):
-    monkeypatch.setattr(exact_norms, "MOST_PARAMETERS", 1000)
+    monkeypatch.setattr(exact_norms, "MAX_PARAMETERS", 1000)
     with pytest.raises(ValueError, match="trainable parameters.*model.lora.r=16.*baseline=otb"):
         sequence_norms(model, *batch, TEMPERATURE)

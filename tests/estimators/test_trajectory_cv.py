@@ -1,4 +1,4 @@
-"""The trajectory-wise control variate: what its value may depend on, and its two fits by loops and dense algebra."""
+"""Tests the trajectory-wise control variate: what its value depends on, and its two fits against dense algebra."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 from otb import OTBTrainer
 from otb.baselines.trajectory_cv import TrajectoryCV
 from otb.score_norms import logit_gradient_proxy
-from tests.support.groups import learned, random_groups, seen_by, token_states
+from tests.support.groups import learned, least_squares, random_groups, seen_by, token_states
 from tests.support.trainers import byte_reward, config, dataset
 
 
@@ -19,7 +19,7 @@ def values(baseline, states):
 
 
 def with_probability(states, where, probability):
-    """The sampled token at `where` has another probability, and the distribution that it came from stays."""
+    """Returns states in which the sampled token at `where` has another probability under the same distribution."""
     log_probs = states.log_probs.clone()
     log_probs[where] = math.log(probability)
     return replace(states, log_probs=log_probs, score_norms=proxy_of(states, log_probs))
@@ -36,11 +36,11 @@ def test_value_at_the_last_token_does_not_see_that_token_and_earlier_values_see_
     assert before[row, last] == after[row, last]
     assert not torch.isclose(before[row, :last], after[row, :last]).any()
     others = torch.arange(len(before)) != row
-    torch.testing.assert_close(before[others], after[others])  # no other rollout enters
+    torch.testing.assert_close(before[others], after[others])  # it affects no other rollout
 
 
 def test_value_at_any_token_does_not_see_that_token_where_the_later_ones_are_certain():
-    """Luck of later tokens is worth what the trace says, which the token is part of; certain tokens have no luck."""
+    """Luck of later tokens depends on their trace, which includes this token; certain tokens have no luck."""
     baseline, states = learned(TrajectoryCV()), token_states(random_groups())
     log_probs, log_sum_sq_probs = states.log_probs.clone(), states.log_sum_sq_probs.clone()
     log_probs[:, 3:] = log_sum_sq_probs[:, 3:] = 0  # pi = sum pi^2 = 1
@@ -48,7 +48,7 @@ def test_value_at_any_token_does_not_see_that_token_where_the_later_ones_are_cer
     certain = replace(certain, score_norms=proxy_of(certain, log_probs))
     before, after = values(baseline, certain), values(baseline, with_probability(certain, (slice(None), 2), 0.02))
     torch.testing.assert_close(before[:, 2], after[:, 2])
-    assert not torch.isclose(before, after)[:, 3][states.own[:, 3]].any()  # the trace of what follows sees it
+    assert not torch.isclose(before, after)[:, 3][states.own[:, 3]].any()  # the trace of later tokens includes it
 
 
 def test_what_stands_past_the_last_own_token_changes_nothing():
@@ -66,7 +66,7 @@ def test_what_stands_past_the_last_own_token_changes_nothing():
 
 
 def trace_of(pi, concentration, w):
-    """phi_t of one rollout by the definitions: lists over its tokens -> (T, 14)."""
+    """Returns phi_t of one rollout according to its definition: lists over its tokens -> (T, 14)."""
     rows = []
     for t in range(len(pi)):
         surprisal = [-math.log(p) for p in pi[:t]]
@@ -79,19 +79,8 @@ def trace_of(pi, concentration, w):
     return np.array(rows)
 
 
-def least_squares(x, reward, w, rollouts: int, pseudo_rollouts: float):
-    """argmin sum w (R - a - b . x)^2 + pseudo_rollouts / rollouts sum w |b * spread|^2 -> b, a."""
-    mean = np.average(x, axis=0, weights=w)
-    spread = np.sqrt(np.average((x - mean) ** 2, axis=0, weights=w))
-    z = np.column_stack([(x - mean) / spread, np.ones(len(x))])
-    penalty = np.sqrt(pseudo_rollouts * w.sum() / rollouts) * np.eye(z.shape[1])[:-1]  # the intercept is free
-    rows = np.concatenate([z * np.sqrt(w)[:, None], penalty])
-    fit = np.linalg.lstsq(rows, np.concatenate([reward * np.sqrt(w), np.zeros(len(penalty))]), rcond=None)[0]
-    return fit[:-1] / spread, fit[-1] - (fit[:-1] / spread) @ mean
-
-
 class Dense:
-    """What a step says of each rollout: arrays over its tokens. weight: of the step, after later ones."""
+    """A step's data per rollout, as arrays over its tokens. weight: of the step after the decay of later steps."""
 
     def __init__(self, step, weight=1.0):
         self.rollouts, states = [], token_states(step)
@@ -104,21 +93,21 @@ class Dense:
         self.weight = weight
 
     def stacked(self, features):
-        """features(phi, pi, concentration) -> (T, D) of a rollout -> those of all tokens, rewards, w, weights."""
+        """Returns the features, rewards, w and weights of all tokens. features(phi, pi, concentration) -> (T, D)."""
         x = np.concatenate([features(*rollout[:3]) for rollout in self.rollouts])
         rewards = np.concatenate([np.full(len(rollout[0]), rollout[4]) for rollout in self.rollouts])
         return x, rewards, np.concatenate([rollout[3] for rollout in self.rollouts]), np.full(len(x), self.weight)
 
 
 def test_value_is_that_of_two_dense_ridge_fits_of_the_steps_before():
-    """Of 30 rollouts a step. The first step fits U, the second B and q with that U; decay 0.9."""
+    """Steps have 30 rollouts. The first step fits U, the second B and q with that U; decay 0.9."""
     first, second, following = (random_groups(seed=seed, dtype=torch.float64) for seed in (0, 1, 2))
     baseline = TrajectoryCV(pseudo_rollouts=5.0)
     for step in (first, second):
         baseline.update(seen_by(baseline, step))
 
     def value_features(*steps):
-        """x of a rollout, with U fitted on `steps`."""
+        """Returns the features x of a rollout, with U fitted on `steps`."""
         phi, rewards, _, weights = map(
             np.concatenate, zip(*(s.stacked(lambda phi, *_: phi) for s in steps), strict=True)
         )
@@ -145,7 +134,7 @@ def test_value_is_that_of_two_dense_ridge_fits_of_the_steps_before():
 
 
 def test_it_begins_with_the_mean_of_the_other_rollouts_and_refuses_a_ridge_of_nothing():
-    """For two steps: the first fits U, the second B and q."""
+    """It lasts two steps: the first fits U, the second B and q."""
     rewards, baseline = random_groups().rewards, TrajectoryCV()
     for _ in range(2):
         value = baseline(seen_by(baseline, random_groups())).squeeze(-1)

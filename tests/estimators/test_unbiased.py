@@ -1,4 +1,4 @@
-"""Which estimators are unbiased: expectations over every group that a toy policy can draw, and a bandit by hand."""
+"""Tests which estimators are unbiased: expectations over all groups of a toy policy, and a bandit by hand."""
 
 from functools import partial
 from itertools import product
@@ -30,18 +30,18 @@ from tests.support.baselines import configured_baselines
 from tests.support.toy_policy import PREFIXES, RESPONSES, ToyPolicy
 
 POLICY = ToyPolicy()
-LOOSE = {"pseudo_rollouts": 1.0}  # a fit that is worth something after three small steps
+LOOSE = {"pseudo_rollouts": 1.0}  # a fit that predicts something after three small steps
 
 
 def taught_and_corrected(size):
-    """With the group correction switched on, whatever strength it would choose."""
+    """Returns a probe after three steps with the group correction on, whatever strength it would choose."""
     probe = POLICY.taught(EnergyProbe(group_correction=True, **LOOSE), size)
     probe._state["strength"] = torch.tensor(1.0)
     return probe
 
 
 def cases(baselines: dict) -> dict:
-    """Returns name -> maker, a function of the group size. One that learns is tried at first and after three steps."""
+    """Returns name -> maker, a function of the group size. Learned baselines are tried before and after three steps."""
     makers = {name: partial(POLICY.taught, baseline) for name, baseline in baselines.items()}
     at_first = {name: baseline for name, baseline in baselines.items() if carries_state(baseline)}
     return makers | {f"{name}_at_first": partial(POLICY.taught, b, steps=0) for name, b in at_first.items()}
@@ -59,7 +59,7 @@ UNBIASED = cases(
     }
 ) | {"energy_probe_corrected_by_force": taught_and_corrected}
 BIASED = cases({name: baseline for name, baseline in CONFIGURED.items() if is_unbiased(baseline) is False})
-# A rollout is in its own baseline (or damping) with a weight that depends on the tokens which it multiplies.
+# A rollout counts in its own baseline (or damping) with a weight that depends on the tokens that it multiplies.
 SELF_INCLUSIVE = cases(
     {
         "otb": otb,
@@ -92,17 +92,17 @@ def test_toy_policy_is_whole():
     [(name, size) for name, make in UNBIASED.items() for size in (1, 2, 3) if size >= min_group_size_of(make(2))],
 )
 def test_expected_gradient_is_the_gradient(name, size):
-    """Of every baseline that declares `unbiased=True`."""
+    """This holds for every baseline that declares `unbiased=True`."""
     baseline = UNBIASED[name](size)
     error = relative_error(POLICY.expected(baseline, size)[0])
     assert error < 1e-12, f"{name} declares unbiased=True, and its expected gradient is off by a share of {error:.2g}."
-    if "at_first" not in name and name != "none" and size > 1:  # and a baseline was there at all
+    if "at_first" not in name and name != "none" and size > 1:  # and there was a baseline
         assert POLICY.expected(baseline, size)[1] != POLICY.expected(none, size)[1]
 
 
 @pytest.mark.parametrize("name", BIASED)
 def test_baseline_that_declares_a_bias_has_one(name):
-    """With two or three rollouts a group, of every baseline that declares `unbiased=False`."""
+    """This holds with two or three rollouts a group for every baseline that declares `unbiased=False`."""
     errors = [relative_error(POLICY.expected(BIASED[name](size), size)[0]) for size in (2, 3)]
     assert max(errors) > 1e-6, f"{name} declares unbiased=False, and its expected gradient is the gradient."
 
@@ -130,7 +130,7 @@ def test_bias_of_otb_vanishes_with_the_group_and_an_advantage_of_0_in_the_tail_w
     assert relative_error(POLICY.expected(carry, 3)[0]) < relative_error(POLICY.expected(carry, 2)[0])
 
     def dropped_tail(rollouts):
-        """What the docstring of otb_loo warns of: a rollout that nobody else accompanies learns nothing there."""
+        """Returns otb_loo with advantage 0 at lone tokens, which the docstring of otb_loo warns against."""
         value = otb_loo(rollouts)
         return rollouts.returns.where(rollouts.lone & rollouts.own, value)
 
@@ -139,7 +139,7 @@ def test_bias_of_otb_vanishes_with_the_group_and_an_advantage_of_0_in_the_tail_w
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_learned_baselines_have_less_noise_than_rloo_at_two_rollouts_a_prompt(seed):
-    """After 20 steps. Not a law: the rewards of the 15 responses are random numbers."""
+    """They learn for 20 steps. This is not a general law: the rewards of the 15 responses are random numbers."""
     policy = ToyPolicy(seed)
     for baseline in (EnergyProbe(**LOOSE), TrajectoryCV(**LOOSE), Value(learning_rate=0.1)):
         assert policy.expected(policy.taught(baseline, 2, steps=20), 2)[1] < policy.expected(rloo, 2)[1]
@@ -147,23 +147,23 @@ def test_learned_baselines_have_less_noise_than_rloo_at_two_rollouts_a_prompt(se
 
 # ---- one token out of two: token 1 has probability p = 0.3 and reward r1 = 1, token 0 q = 0.7 and r0 = 0.2
 #
-# The scores are s(1) = q u and s(0) = -p u with u = (1, -1), so that w(1) = 2 q^2, w(0) = 2 p^2 and the gradient is
+# The scores are s(1) = q u and s(0) = -p u with u = (1, -1), so w(1) = 2 q^2, w(0) = 2 p^2, and the gradient is
 # p q d u with d = r1 - r0. A group of two is (1, 1) with p^2, (0, 0) with q^2 and mixed with 2 p q.
 
 P, Q, R1, R0 = 0.3, 0.7, 1.0, 0.2
 D = R1 - R0
 # One rollout without a baseline has variance 2 p q (q r1 + p r0)^2: it vanishes where E[w R] / E[w] = q r1 + p r0 is
-# taken off the rewards. Two of them: half of that.
+# subtracted from the rewards. Two rollouts have half of it.
 NONE = P * Q * (Q * R1 + P * R0) ** 2
 # rloo: advantages d and -d in a mixed group, 0 else. g = (d q u + d p u) / 2 = d u / 2 with 2 p q, ||g||^2 = d^2 / 2:
-# E||g||^2 = p q d^2, less ||E g||^2 = 2 p^2 q^2 d^2.
+# E||g||^2 = p q d^2, minus ||E g||^2 = 2 p^2 q^2 d^2.
 RLOO = P * Q * D**2 * (1 - 2 * P * Q)
-# Those that include a rollout in its own baseline multiply this g by a number, as only mixed groups have a gradient.
-# Shares of the weight omega(1), omega(0): advantages (1 - omega(1)) d and -(1 - omega(0)) d, so that
-# g = ((1 - omega(1)) q + (1 - omega(0)) p) d u / 2. Halves: 1 / 2. By w: omega(1) = q^2 / (p^2 + q^2), which leaves
+# Baselines that include the rollout itself multiply this g by a number, since only mixed groups have a gradient.
+# With shares omega(1), omega(0) of the weight, the advantages are (1 - omega(1)) d and -(1 - omega(0)) d, so
+# g = ((1 - omega(1)) q + (1 - omega(0)) p) d u / 2. Halves: 1 / 2. With w: omega(1) = q^2 / (p^2 + q^2), which gives
 # (p^2 q + q^2 p) / (p^2 + q^2) = p q / (p^2 + q^2).
 BY_ENERGY = P * Q / (P**2 + Q**2)
-# grpo: (d / 2) / (d / sqrt 2 + 1e-4) in the place of d
+# grpo: (d / 2) / (d / sqrt 2 + 1e-4) instead of d
 BY_DEVIATION = 0.5 / (D / 2**0.5 + 1e-4)
 BANDIT = {
     "none": (none, 1, NONE),

@@ -1,4 +1,4 @@
-"""`python experiments/evaluate.py`: what it leaves, that no kill changes a sample, and what it refuses."""
+"""Tests `python experiments/evaluate.py`: its output, that no kill changes a sample, and its refusals."""
 
 import json
 import os
@@ -6,21 +6,27 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pandas as pd
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from analysis.evaluations import measures, read_samples
+from experiments.evaluation import weights
 from experiments.evaluation.command import check_files, plan
 from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
 from experiments.running.build import uses_tools
 from otb.errors import RunError
 from otb.files import sha256_of
+from otb.policies.tiny_warm_start import WarmStart, warm_start
 from otb.records import RunDirectory
+from otb.tasks.arithmetic_tools import ArithmeticTools
 from tests.support import commands
 from tests.support.commands import ROOT, rows, wait_for
 from tests.support.holds import Hold
+from tests.support.recipes import composed
 from tests.support.waiting import PATIENCE_SECONDS
 
 SMALL = {
@@ -38,17 +44,15 @@ def log(tmp_path_factory):
 
 
 def arguments(folder, policy, **changed) -> list[str]:
-    """Arguments of a small evaluation; `changed` with `__` for a dot; None leaves a key out."""
+    """Returns the arguments of a small evaluation. Keys of `changed` have `__` for a dot; None removes a key."""
     values = SMALL | {"model.name": policy, "evaluations_dir": folder}
     values |= {key.replace("__", "."): value for key, value in changed.items()}
     return [f"{key}={value}" for key, value in values.items() if value is not None]
 
 
 def evaluated(log, folder, policy, **changed) -> str:
-    """The command to its end -> what it printed."""
-    code, printed = commands.run(arguments(folder, policy, **changed), log, script="evaluate")
-    assert code == 0, printed
-    return printed
+    """Runs the command to its end and returns its output."""
+    return commands.done(arguments(folder, policy, **changed), log, script="evaluate")
 
 
 def the_evaluation(folder) -> EvaluationFolder:
@@ -58,7 +62,7 @@ def the_evaluation(folder) -> EvaluationFolder:
 
 @pytest.fixture(scope="module")
 def uninterrupted(policy, tmp_path_factory, log):
-    """The evaluation that others must equal, and what the command printed."""
+    """Returns the evaluation that others must equal, and the command's output."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     printed = evaluated(log, folder, policy)
     return the_evaluation(folder), printed
@@ -69,7 +73,7 @@ def assert_same_samples(mine: EvaluationFolder, other: EvaluationFolder) -> None
         assert getattr(mine, name).read_bytes() == getattr(other, name).read_bytes(), name
 
 
-# ---- what it leaves
+# ---- output
 
 
 def test_every_sample_is_kept_and_the_results_are_those_counted_from_them(uninterrupted):
@@ -134,20 +138,17 @@ def test_other_seeds_temperatures_batches_and_limits_are_other_evaluations(unint
 # ---- kills and processes
 
 
-def kill_in_its_second_batch(given: list[str], log, hold: Hold) -> None:
-    """hold: at "reward 2", where the first batch is kept and the second one is drawn."""
-    process = commands.start(given, log, script="evaluate", **hold.environment)
-    os.kill(hold.wait(process), signal.SIGKILL)
-    process.join()
+# The second batch is being drawn, and the first one is kept.
+kill_in_its_second_batch = partial(commands.kill_at, "reward 2", script="evaluate")
 
 
 def test_an_evaluation_killed_at_any_moment_goes_on_bit_for_bit(uninterrupted, policy, tmp_path, log):
-    """Between batches, and inside of a batch as if the kill had fallen between two lines or into one."""
+    """Kills come between batches, and inside a batch between two lines or within a line."""
     expected, _ = uninterrupted
     lines = expected.samples_file.read_bytes().splitlines(keepends=True)
     given = arguments(tmp_path, policy)
     for kept, cut in ((7, b"".join(lines[7:10])), (14, b"".join(lines[14:16]) + lines[16][:20])):
-        kill_in_its_second_batch(given, log, Hold(tmp_path / f"hold-{kept}", "reward 2"))
+        kill_in_its_second_batch(given, log, tmp_path / f"hold-{kept}")
         (file,) = tmp_path.rglob("samples.jsonl")
         assert file.read_bytes() == b"".join(lines[:kept]) and not list(tmp_path.rglob("results.json"))
         file.write_bytes(b"".join(lines[:kept]) + cut)
@@ -169,7 +170,7 @@ def test_a_second_command_is_refused_while_the_first_one_writes(policy, tmp_path
 
 
 def test_two_processes_draw_what_one_draws(uninterrupted, policy, tmp_path):
-    """Three batches: the second process draws the last one for nothing."""
+    """Of three batches, the second process draws the last one in vain."""
     expected, _ = uninterrupted
     first, second = commands.run_two(arguments(tmp_path, policy), tmp_path / "log", script="evaluate")
     assert first[0] == second[0] == 0, first[1] + second[1]
@@ -205,13 +206,13 @@ def test_batches_hold_every_sample_once_and_are_of_one_size(problems, samples, r
         assert {len(rows) for rows, _ in drawn} == {batches.size // parts}
         assert [pair for rows, count in drawn for pair in rows[:count]] == expected
     rounds = [batches.pairs(batch) for batch in range(batches.count(samples))]
-    assert pairs[: len(rounds)] == rounds  # a larger k only adds
+    assert pairs[: len(rounds)] == rounds  # a larger k only adds pairs
 
 
 def test_seeds_of_batches_differ_by_seed_task_and_batch():
     seeds = {batch_seed(seed, task, batch) for seed in (0, 1) for task in ("a", "b") for batch in range(50)}
     assert len(seeds) == 200 and all(0 <= seed < 2**63 for seed in seeds)
-    # printf '0 math500 3' | sha256sum begins with 3750ee25fd39c76f; samples that are kept were drawn from its half
+    # printf '0 math500 3' | sha256sum starts with 3750ee25fd39c76f; kept samples were drawn with half of it as seed
     assert batch_seed(0, "math500", 3) == 0x3750EE25FD39C76F // 2
     assert [samples_together(k) for k in (1, 2, 3, 4, 6, 8, 32)] == [1, 2, 1, 4, 2, 4, 4]
 
@@ -231,19 +232,18 @@ def test_lines_that_are_not_the_next_sample_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(policy, tmp_path_factory, log):
-    """name -> a run of four steps with two checkpoints or more: of the whole policy, and of an adapter."""
+    """Returns name -> a run of four steps with at least two checkpoints that trained the whole policy or an adapter."""
     found = {}
     for name, changed in (("whole", {}), ("adapter", {"model__lora__r": 2})):
         runs_dir = tmp_path_factory.mktemp(name)
         given = commands.arguments(runs_dir, model__name=policy, steps=4, learning_rate=0.01, **changed)
-        code, printed = commands.run(given, log)
-        assert code == 0, printed
+        commands.done(given, log)
         found[name] = RunDirectory(commands.the_run(runs_dir))
     return found
 
 
 def of_run(folder, run, **changed) -> list[str]:
-    """Arguments: task and model are the run's own."""
+    """Returns arguments that leave task and model to the run."""
     own = dict.fromkeys(("task___target_", "task__max_completion_length"))
     return arguments(folder, None, **(own | {"run": run.path, "task__eval_prompts": 5} | changed))
 
@@ -252,8 +252,7 @@ def of_run(folder, run, **changed) -> list[str]:
 def test_all_checkpoints_of_a_run_are_evaluated_as_each_would_be_by_itself(name, runs, policy, tmp_path, log):
     run = runs[name]
     steps = run.checkpoint_steps()
-    code, printed = commands.run(of_run(tmp_path, run), log, script="evaluate")
-    assert code == 0, printed
+    printed = commands.done(of_run(tmp_path, run), log, script="evaluate")
     (of_all,) = (tmp_path / "parity").iterdir()
     assert of_all.name.startswith(f"arithmetic-tiny-{run.path.name[:20]}")
     assert [path.name for path in sorted(of_all.iterdir())] == [f"step-{step:08d}" for step in steps]
@@ -275,8 +274,6 @@ def test_all_checkpoints_of_a_run_are_evaluated_as_each_would_be_by_itself(name,
 
 
 def test_an_adapter_is_loaded_once_for_all_tasks(runs, policy, monkeypatch):
-    from experiments.evaluation import weights
-
     loaded, load_model = [], weights.load_model
     monkeypatch.setattr(weights, "load_model", lambda *given: loaded.append(given) or load_model(*given))
     (cfg,) = planned(f"model.name={policy}").configurations.values()
@@ -287,7 +284,7 @@ def test_an_adapter_is_loaded_once_for_all_tasks(runs, policy, monkeypatch):
 
 
 def test_two_processes_draw_of_a_run_what_one_draws(runs, tmp_path, log):
-    """The first one holds each checkpoint, and both load it in the place of the one before."""
+    """The first process holds each checkpoint; both processes then load its weights."""
     run = runs["adapter"]
     assert commands.run(of_run(tmp_path / "one", run), log, script="evaluate")[0] == 0
     first, second = commands.run_two(of_run(tmp_path / "two", run), tmp_path / "log", script="evaluate")
@@ -302,8 +299,6 @@ def test_two_processes_draw_of_a_run_what_one_draws(runs, tmp_path, log):
 
 
 def test_a_run_brings_model_and_sampling_and_the_command_line_wins(runs, tmp_path):
-    from hydra import compose, initialize_config_dir
-
     run = tmp_path / "run"
     shutil.copytree(runs["whole"].path, run)
     recorded = OmegaConf.load(run / "config.yaml")
@@ -311,13 +306,9 @@ def test_a_run_brings_model_and_sampling_and_the_command_line_wins(runs, tmp_pat
     recorded.trainer.top_p = 0.8
     OmegaConf.save(recorded, run / "config.yaml")
 
-    def of_this_run(*overrides):
-        given = [f"run='{run}'", *overrides]
-        return plan(compose("evaluate", overrides=given), given, "arithmetic").configurations
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        (own,) = of_this_run("++task.eval_prompts=7").items()
-        several = of_this_run("tasks=[arithmetic,math500]", "temperature=0.5", "++task.max_completion_length=9")
+    (own,) = planned(f"run='{run}'", "++task.eval_prompts=7").configurations.items()
+    several = ["tasks=[arithmetic,math500]", "temperature=0.5", "++task.max_completion_length=9"]
+    several = planned(f"run='{run}'", *several).configurations
     assert own[0] == "parity" and own[1].task == {**recorded.task, "eval_prompts": 7}
     assert own[1].model == recorded.model and (own[1].temperature, own[1].trainer.top_p) == (0.9, 0.8)
     assert list(several) == ["arithmetic", "math500"]
@@ -343,7 +334,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_evaluated_to_the_end(run
     step = run.checkpoint_steps()[0]
     assert commands.run(of_run(tmp_path / "expected", run), log, script="evaluate")[0] == 0
     given = of_run(tmp_path / "found", run)
-    kill_in_its_second_batch(given, log, Hold(tmp_path / "hold", "reward 2"))
+    kill_in_its_second_batch(given, log, tmp_path / "hold")
     shutil.rmtree(run.checkpoint(step))
     code, printed = commands.run(given, log, script="evaluate")
     assert code == 0 and f"│ {step} " in printed
@@ -394,8 +385,7 @@ def test_a_held_checkpoint_outlives_the_one_of_the_run_and_takes_no_space(tmp_pa
 def test_evaluation_only_tasks_are_evaluated_each_from_its_own_rows(shared, policy, tmp_path, log):
     given = [f"model.name={policy}", f"evaluations_dir={tmp_path}", "tasks=[math500,aime24]", "k=2"]
     given += [f"task.path='{shared}/data/${{task.name}}'", "task.max_eval_rows=3", "task.max_completion_length=8"]
-    code, printed = commands.run(given, log, script="evaluate")
-    assert code == 0, printed
+    printed = commands.done(given, log, script="evaluate")
     for task in ("math500", "aime24"):
         folder = the_evaluation(tmp_path / task)
         drawn = rows(folder.samples_file)
@@ -406,15 +396,11 @@ def test_evaluation_only_tasks_are_evaluated_each_from_its_own_rows(shared, poli
 
 
 def test_a_task_with_tools_counts_both_kinds_of_tokens_and_resumes(tmp_path, log):
-    from otb.policies.tiny_warm_start import WarmStart, warm_start
-    from otb.tasks.arithmetic_tools import ArithmeticTools
-
     caller = warm_start(ArithmeticTools(), WarmStart(steps=60, careful_steps=60, batch=16), tmp_path)
     given = [f"model.name={caller}", "tasks=[arithmetic_tools,arithmetic]", "sandbox=unsafe_subprocess", "k=2"]
     given += ["task.eval_prompts=8", "rollouts_per_batch=8"]
     for name in ("whole", "resumed"):
-        code, printed = commands.run([*given, f"evaluations_dir={tmp_path / name}"], log, script="evaluate")
-        assert code == 0, printed
+        commands.done([*given, f"evaluations_dir={tmp_path / name}"], log, script="evaluate")
         folder = the_evaluation(tmp_path / name / "arithmetic_tools")
         lines = folder.samples_file.read_bytes().splitlines(keepends=True)
         if name == "whole":
@@ -434,9 +420,7 @@ def test_a_task_with_tools_counts_both_kinds_of_tokens_and_resumes(tmp_path, log
 
 
 def planned(*overrides: str, processes: int = 1):
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):  # in which `plan` composes each task
         return plan(compose("evaluate", overrides=list(overrides)), list(overrides), "arithmetic", processes)
 
 
@@ -449,10 +433,7 @@ def test_any_maths_set_is_evaluated_with_python_by_its_number_of_turns():
 
 
 def test_a_run_with_python_is_evaluated_with_python_and_its_own_limits(tmp_path):
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        recorded = compose("config", ["task=dapo_math_tools", "task.max_completion_length=2048"])
+    recorded = composed("task=dapo_math_tools", "task.max_completion_length=2048")
     OmegaConf.save(recorded, tmp_path / "config.yaml", resolve=True)
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
     sets = planned(f"run={tmp_path}", "tasks=[aime25,arithmetic]").configurations
@@ -463,21 +444,23 @@ def test_a_run_with_python_is_evaluated_with_python_and_its_own_limits(tmp_path)
     assert typed.configurations["aime25"].task.max_completion_length == 512
 
 
-def test_one_vllm_serves_sets_with_python_or_without(monkeypatch):
+@pytest.fixture
+def with_vllm(monkeypatch):
+    """A machine with vLLM and one GPU, as far as the checks are concerned."""
     monkeypatch.setattr("experiments.running.hardware.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("experiments.running.hardware.visible_gpus", lambda: ["0"])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def test_one_vllm_serves_sets_with_python_or_without(with_vllm):
     for tasks in ("[gsm8k_tools,math_lvl3to5_tools]", "[aime24,amc23]"):
         planned(f"tasks={tasks}", "rollouts_by=vllm")
-    with pytest.raises(RunError, match="with and without Python, and each kind needs a vLLM of its own.*two commands"):
+    with pytest.raises(RunError, match="with and without Python, and each kind needs its own vLLM.*one command"):
         planned("tasks=[gsm8k_tools,gsm8k]", "rollouts_by=vllm")
 
 
-def test_a_set_with_python_is_refused_on_a_server_wherever_it_stands_among_the_tasks(monkeypatch):
-    monkeypatch.setattr("experiments.running.hardware.importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("experiments.running.hardware.visible_gpus", lambda: ["0"])
+def test_a_set_with_python_is_refused_on_a_server_wherever_it_stands_among_the_tasks(with_vllm, monkeypatch):
     monkeypatch.setattr("experiments.evaluation.command.wait_for_server", lambda cfg: None)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     asked = ["tasks=[gsm8k,gsm8k_tools]", "rollouts_by=vllm_server"]
     with pytest.raises(RunError, match="rollouts_by=vllm_server with tools on 2 processes"):
         planned(*asked, processes=2)
@@ -492,26 +475,25 @@ def test_training_rows_need_not_be_there_for_an_evaluation(tmp_path):
         check_files(planned(*given[:-1], "++task.evaluation.path=/elsewhere"))
 
 
-# ---- what is refused
+# ---- refusals
 
 REFUSED = {
     ("k=0",): ("k=0", "whole number >= 1", "Try k=1"),
     ("k=2.5",): ("k=2.5", "whole number >= 1"),
     ("rollouts_per_batch=0",): ("rollouts_per_batch=0", "Try rollouts_per_batch=1"),
-    ("tasks=[aime24,math50]",): ("math50 is no task", "Did you mean math500?", "Known: "),
+    ("tasks=[aime24,math50]",): ("math50 is not a task", "Did you mean math500?", "Known: "),
     ("tasks=[]",): ("tasks=[]", "Try tasks=[math500]"),
     ("tasks=[aime24]", "task=math500"): ("tasks=['aime24'] and task=", "Leave one out"),
     ("task=gsm8k", "task.eval_split=null"): ("task gsm8k", "nothing to evaluate on", "tasks=[math500]"),
     ("task=gsm8",): ("task=gsm8", "not one of the choices", "Did you mean gsm8k?"),
     ("run=nowhere",): ("run=nowhere", "is not a folder", "Give a run directory"),
-    ("run=docs",): ("run=docs", "holds no config.yaml of a run", "Give a run directory"),
-    ("run=conf",): ("run=conf", "holds no config.yaml of a run", "Give a run directory"),
+    ("run=conf",): ("run=conf", "has no run's config.yaml", "Give a run directory"),
     ("watch=true",): ("watch=true", "run is not set", "Add run=RUN"),
     ("watch=perhaps",): ("watch=perhaps", "true or false", "Try watch=false"),
     ("checkpoint=nowhere/step-1",): ("checkpoint=nowhere/step-1", "is not a folder", "Give RUN/checkpoints"),
     ("checkpoint=conf",): ("checkpoint=conf", "holds no *.safetensors"),
     ("run=conf", "checkpoint=conf"): ("run=conf", "checkpoint=conf", "Leave one out"),
-    ("run=conf", "model=qwen2.5-7b"): ("model is set", "the run's own"),
+    ("run=conf", "model=qwen2.5-7b"): ("model is set", "run=conf has its own model"),
     ("temperature=0",): ("temperature=0", "positive number"),
     ("trainer.top_p=0",): ("trainer.top_p=0", "(0, 1]", "Try trainer.top_p=1.0"),
     ("trainer.beta=0.1",): ("trainer.beta", "no key of trainer", "Keys: "),
@@ -526,7 +508,7 @@ REFUSED = {
     ("tasks=[arithmetic,aime24]",): ("path='HuggingFaceH4/aime_2024'", "not in the cache", "prefetch.py --dataset"),
     ("model=qwen2.5-7b",): ("model.name=Qwen/Qwen2.5-7B", "not in the cache", "prefetch.py --model Qwen/Qwen2.5-7B"),
     ("rollouts_by.sleep=true",): ("rollouts_by.sleep=true", "would ignore it", "Add rollouts_by=vllm"),
-    ("task.eval_prompts=0",): ("task.eval_prompts=0", "outside 1..1024"),
+    ("task.eval_prompts=0",): ("task.eval_prompts=0", "must be 1 to 1024"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The variance laboratory's statistics: unbiased on a policy that can be enumerated, and literals worked out by hand.
+"""Tests that the laboratory's statistics are unbiased on an enumerable policy and right on literals.
 
 Its score vectors: tests/laboratory/test_laboratory_scores.py. The command: tests/laboratory/test_variance_command.py.
 """
@@ -37,7 +37,7 @@ PROBE = EnergyProbe(pseudo_rollouts=1.0)
 
 
 def measured(drawn, policy=POLICY) -> Measured:
-    """What the laboratory would have kept of these responses (M,); a score has 21 numbers and needs no sketch."""
+    """Returns the laboratory's measurements of these responses (M,); a score has 21 numbers and needs no sketch."""
 
     def tokens(values):
         return values[drawn][policy.own[drawn]].numpy()
@@ -62,11 +62,11 @@ def prompt_of(drawn) -> Prompt:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("baseline", [rloo, otb], ids=["rloo", "otb"])
 def test_moments_are_unbiased_for_the_exact_ones(baseline, size):
-    """1,500 prompts' worth of seven rollouts: each average within four standard errors of the enumerated value."""
+    """Over 1,500 draws of seven rollouts, each average is within four standard errors of the enumerated value."""
     expected, power = POLICY.expected(baseline, size)
     exact = {"power": power, "signal": expected @ expected, "overlap": expected @ POLICY.gradient}
     exact["truth"] = POLICY.gradient @ POLICY.gradient
-    plain = torch.einsum("i,itd->id", POLICY.rewards, POLICY.scores)  # mean mu, each of its own rollout alone
+    plain = torch.einsum("i,itd->id", POLICY.rewards, POLICY.scores)  # mean mu, independent between rollouts
     generator, found = torch.Generator().manual_seed(0), []
     for drawn in POLICY.draw(1500, 7, seed=1):
         members = partitions(7, size, 2, generator)
@@ -82,7 +82,7 @@ def test_moments_are_unbiased_for_the_exact_ones(baseline, size):
 
 
 def test_moments_on_literals():
-    """Two partitions of three rollouts into groups of one: g is the rollout's gradient, one number."""
+    """Two partitions split three rollouts into groups of one: g is the rollout's gradient, one number."""
     members = torch.tensor([[[0], [1], [2]], [[2], [0], [1]]])
     gradients = torch.tensor([[[1.0], [2.0], [3.0]], [[1.0], [2.0], [6.0]]])
     reference = torch.tensor([[2.0], [4.0], [0.0]])
@@ -105,7 +105,7 @@ def test_partitions_are_disjoint_and_random_and_refuse_fewer_than_two_groups():
         partitions(11, 6, 1, torch.Generator())
 
 
-# ---- the judgement
+# ---- statistics of estimators
 
 TABLE = pd.DataFrame(
     [
@@ -142,7 +142,7 @@ def test_judgement_on_a_literal_table():
         np.testing.assert_allclose(found.loc[name, columns].to_numpy(float), values, atol=1e-12)
     assert (found.prompts == 2).all() and (found.group_size == 4).all()
     # two prompts resample to (2, 0), (1, 1) and (0, 2). half over rloo is there (1.5 / 0.5) / (4 / 2) = 1.5, 1.6, and
-    # (3.3 / 0.5) / (8 / 2) = 1.65: the interval of the ratio is narrower than that of either noise
+    # (3.3 / 0.5) / (8 / 2) = 1.65: the interval of the ratio is narrower than the interval of either noise
     assert found.loc["half", ["relative_noise_low", "relative_noise_high"]].tolist() == pytest.approx([1.5, 1.65])
     assert found.loc["rloo", ["noise_low", "noise_high"]].tolist() == pytest.approx([2.0, 4.0])
 
@@ -163,7 +163,7 @@ def test_energy_ratio_is_over_prompts_with_an_oracle_and_divided_by_the_squared_
 
 
 def test_a_signal_that_is_lost_in_the_noise_gives_no_number_and_no_interval():
-    """||mu||^2 is estimated without bias and may come out negative: noise relative to it would be negative too."""
+    """The unbiased estimate of ||mu||^2 may be negative; noise relative to it would then be negative too."""
     lost = judged(TABLE.assign(truth=-0.1)).loc["half"]
     assert lost[["noise", "scale", "bias", "direction_bias", "cosine", "relative_noise"]].isna().all()
     # with 1 and -0.1 a quarter of the resamples has a negative sum: there is a value and no interval
@@ -214,7 +214,7 @@ def test_rollout_gradient_is_the_sum_of_advantages_times_scores():
 
 @pytest.mark.parametrize("baseline", LEARNED, ids=lambda baseline: type(baseline).__name__)
 def test_fitted_learns_step_by_step_like_the_trainer_and_leaves_its_argument_alone(baseline):
-    """Five prompts, two a step: two whole steps, the fifth prompt is left over. Groups are the first three rollouts."""
+    """Five prompts make two steps of two, and the fifth is left over. Groups are the first three rollouts."""
     drawn = POLICY.draw(5, 4, seed=5)
     prompts = [prompt_of(each) for each in drawn]
     before = copy.deepcopy(baseline.state_dict())
@@ -247,7 +247,7 @@ def test_prompt_keeps_prefix_norms_and_zeroes_the_rest_past_the_last_own_token()
     torch.testing.assert_close(prompt.score_norms, prompt.token_norms)  # logits are the parameters
 
 
-# ---- one prompt's judgement
+# ---- one prompt's moments
 
 
 def test_judgement_of_a_prompt_has_a_row_per_estimator_and_size_and_the_same_groups_for_all(tmp_path):
@@ -276,7 +276,7 @@ def test_energies_are_those_of_the_oracles_rollouts_on_literals():
 
 
 class Graded(Arithmetic):
-    """Rewards by the text of the response."""
+    """A task that rewards a response according to its text."""
 
     def __init__(self, longest: int, grade):
         object.__setattr__(self, "max_completion_length", longest)
@@ -304,7 +304,7 @@ def test_oracle_of_a_constant_reward_is_that_reward_and_sees_the_rows_columns(un
 
 
 class TwoTokens:
-    """A model of one or two tokens: each is 3 with probability .25, 4 with .75, whatever came before."""
+    """A model of one or two tokens: each is 3 with probability 0.25 and 4 with 0.75, whatever came before."""
 
     device = torch.device("cpu")
     LOGITS = torch.tensor([0, 0, 0, 0.25, 0.75, 0]).log()
@@ -324,7 +324,7 @@ class Letters:
 
 
 def test_oracle_is_the_surprise_weighted_value_of_the_prefix():
-    """Two tokens, a with 1/4 and b with 3/4. R = 1 where both are a; w(a) = 2 (3/4)^2, w(b) = 2 (1/4)^2.
+    """Two tokens are a with 1/4 or b with 3/4. R = 1 if both are a; w(a) = 2 (3/4)^2, w(b) = 2 (1/4)^2.
 
     Before the first: E[w R] = (1/4)(1/4) 2 (3/4)^2 and E[w] = 2 (1/4)(9/16) + 2 (3/4)(1/16) = 3/8: 3/16. After an a:
     (1/4) 2 (9/16) / (3/8) = 3/4. After a b: 0. The plain values would be 1/16, 1/4 and 0.
@@ -345,7 +345,7 @@ def test_oracle_takes_the_temperature_into_the_weights():
     rollout = Rollout(torch.tensor([5, 3]), torch.tensor([False, True]), 1.0)
     torch.manual_seed(1)
     found = oracle(TwoTokens(), Letters(), task, {}, rollout, 8_000, 0.5)
-    # the stub draws a with 1/4 all the same: (1/4) 2 (.9)^2 / ((1/4) 2 (.9)^2 + (3/4) 2 (.1)^2) = .2025 / .21
+    # the stub still draws a with 1/4: (1/4) 2 (0.9)^2 / ((1/4) 2 (0.9)^2 + (3/4) 2 (0.1)^2) = 0.2025 / 0.21
     torch.testing.assert_close(found, torch.full((2, 1), 0.2025 / 0.21), atol=0.01, rtol=0)
 
 
@@ -376,7 +376,7 @@ def test_proxy_is_perfect_where_logits_are_the_parameters_with_a_row_per_own_tok
     np.testing.assert_allclose(first.prefix_exact, prompts[1].prefix_norms[3, :length], rtol=1e-6)
     quality = proxy_quality(table).set_index("of")
     assert list(quality.index) == ["token", "prefix", "prefix, same prompt and t", "rollout"]
-    # scores of different prefixes are orthogonal, so that norms of prefixes are sums of norms of tokens
+    # scores of different prefixes are orthogonal, so norms of prefixes are sums of norms of tokens
     np.testing.assert_allclose(quality[["spearman", "pearson"]], 1, atol=1e-4)
     assert quality.top_share_proxy["token"] == pytest.approx(quality.top_share_exact["token"], rel=1e-5)
 

@@ -1,20 +1,20 @@
-"""Exact score vectors, their norms and their sketches, on the tiny policy and against torch.autograd token by token."""
+"""Tests exact score vectors, their norms and sketches on the tiny policy, against torch.autograd token by token."""
 
 import copy
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from otb import exact_norms
 from otb.exact_norms import trainable
 from otb.laboratory import workers
 from otb.laboratory.scores import Measured, Rollout, Sketch, forward, measure
 from otb.score_norms import log_sum_squared_probs
+from tests.support.trainers import with_adapter
 
 TEMPERATURE, SIZE = 0.7, 61
-# the second has a tool span in it: prompt of 4, two own tokens, three of the tool's, one own token
+# the second has a tool span: prompt of 4, two own tokens, three tool tokens, one own token
 ROLLOUTS = [
     Rollout(torch.tensor([9, 8, 7, 31, 32, 33]), torch.tensor([0, 0, 0, 1, 1, 1]).bool(), 1.0),
     Rollout(torch.arange(40, 50), torch.tensor([0, 0, 0, 0, 1, 1, 0, 0, 0, 1]).bool(), float("nan")),
@@ -26,16 +26,8 @@ def model(untrained):
     return untrained.eval()
 
 
-def lora(model):
-    wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:  # zeros at the start, which would leave half of the score 0
-            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
-    return wrapped.eval()
-
-
 def naive(model, rollout):
-    """Of each own token: log pi, log sum pi^2, d log pi / d parameters (T, n), a forward and a backward each."""
+    """Returns log pi, log sum pi^2, d log pi / d parameters (T, n) of own tokens, with one backward each."""
     parameters, found = [p for p in model.parameters() if p.requires_grad], []
     for position in rollout.own.nonzero().flatten().tolist():
         logits = model(input_ids=rollout.ids[:position].unsqueeze(0)).logits[0, -1] / TEMPERATURE
@@ -47,7 +39,7 @@ def naive(model, rollout):
     return [torch.stack(each) for each in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["all parameters", "lora"])
+@pytest.mark.parametrize("wrap", [lambda model: model, with_adapter], ids=["all parameters", "lora"])
 @pytest.mark.parametrize("at_once", [(10**9, 16), (10**9, 2), (1, 16)], ids=["one block", "two", "token by token"])
 def test_scores_are_those_of_autograd_token_by_token_and_blocks_change_nothing(model, wrap, at_once, monkeypatch):
     monkeypatch.setattr(exact_norms, "NUMBERS_AT_ONCE", at_once[0])
@@ -74,7 +66,7 @@ def split(scores, model):
 
 def test_lora_counts_only_what_it_trains(model):
     whole = sum(parameter.numel() for parameter in trainable(model))
-    wrapped = lora(model)
+    wrapped = with_adapter(model)
     adapter = [p for name, p in wrapped.named_parameters() if "lora_" in name]
     assert sum(p.numel() for p in trainable(wrapped)) == sum(p.numel() for p in adapter) < whole / 5
     assert len(Sketch(trainable(wrapped), SIZE)._signs) == len(adapter)
@@ -114,7 +106,7 @@ def vectors(seed, shapes=((3, 11), (7,))):
 def test_sketch_on_literals_sums_every_size_th_coordinate_with_its_sign():
     sketch = Sketch([torch.zeros(5), torch.zeros(2)], 3)
     a, b = ([float(sign) for sign in signs.flatten()] for signs in sketch._signs)
-    # coordinates 0 to 4 of the first parameter fall on 0, 1, 2, 0, 1, those of the second on 0, 1
+    # coordinates 0 to 4 of the first parameter go to 0, 1, 2, 0, 1, coordinates of the second to 0, 1
     expected = [1 * a[0] + 4 * a[3] + 6 * b[0], 2 * a[1] + 5 * a[4] + 7 * b[1], 3 * a[2]]
     found = sketch([torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]), torch.tensor([[6.0, 7.0]])])
     torch.testing.assert_close(found, torch.tensor([expected]))
@@ -131,7 +123,7 @@ def test_sketch_is_linear_and_the_same_for_the_same_seed():
 
 
 def test_inner_products_of_sketches_are_unbiased_with_the_spread_that_is_stated():
-    """Over 2,000 seeds: the mean within four standard errors, the deviation near |x| |y| / sqrt(size)."""
+    """Over 2,000 seeds the mean is within four standard errors, and the deviation near |x| |y| / sqrt(size)."""
     x, y, size = vectors(0), vectors(1), 13
     flat = [torch.cat([each[0].flatten() for each in vector]) for vector in (x, y)]
     found = []

@@ -1,4 +1,4 @@
-"""`python experiments/variance.py`: what it leaves, that it measures nothing twice, and what it refuses."""
+"""Tests `python experiments/variance.py`: its output, that it measures nothing twice, and its refusals."""
 
 import json
 import shutil
@@ -6,13 +6,13 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
 
 from experiments.variance import apply_quick, check, directory
 from otb.laboratory.scores import Measured
 from otb.records import RunDirectory
 from tests.support import commands
 from tests.support.commands import ROOT
+from tests.support.recipes import composed
 
 SMALL = {
     "task._target_": "tests.support.parity_task.Parity",
@@ -40,13 +40,11 @@ def log(tmp_path_factory):
 
 
 def laboratory(log, policy, runs_dir, quick=True, **changed) -> str:
-    """The command to its end -> what it printed. `changed` with `__` for a dot."""
+    """Runs the command to its end and returns its output. Keys of `changed` have `__` for a dot."""
     values = SMALL | {"model.name": policy, "runs_dir": runs_dir}
     values |= {key.replace("__", "."): value for key, value in changed.items()}
     given = [f"{key}={value}" for key, value in values.items()]
-    code, printed = commands.run(given, log, script="variance", quick=quick)
-    assert code == 0, printed
-    return printed
+    return commands.done(given, log, script="variance", quick=quick)
 
 
 def the_folder(runs_dir):
@@ -60,12 +58,11 @@ def times(folder) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def runs(policy, tmp_path_factory, log):
-    """name -> checkpoint of a run of two steps: of the whole policy, and of an adapter."""
+    """Returns name -> checkpoint of a run of two steps that trained the whole policy or an adapter."""
     found = {}
     for name, changed in (("whole", {}), ("adapter", {"model__lora__r": 2})):
         runs_dir = tmp_path_factory.mktemp(name)
-        code, printed = commands.run(commands.arguments(runs_dir, model__name=policy, steps=2, **changed), log)
-        assert code == 0, printed
+        commands.done(commands.arguments(runs_dir, model__name=policy, steps=2, **changed), log)
         run = RunDirectory(commands.the_run(runs_dir))
         found[name] = run.checkpoint(max(run.checkpoint_steps()))
     return found
@@ -73,7 +70,7 @@ def runs(policy, tmp_path_factory, log):
 
 @pytest.fixture(scope="module")
 def measured(policy, runs, tmp_path_factory, log):
-    """The folder of a measurement of a checkpoint, and what the command printed."""
+    """Returns the folder with the measurement of a checkpoint, and the command's output."""
     runs_dir = tmp_path_factory.mktemp("measured")
     printed = laboratory(log, policy, runs_dir, quick=False, checkpoint=runs["whole"])
     return the_folder(runs_dir), printed
@@ -107,7 +104,7 @@ def test_measurement_of_a_checkpoint_leaves_its_tables_and_figures_and_names_eve
 
 
 def test_what_is_missing_is_measured_again_to_the_digit_and_what_is_there_is_left_alone(measured, policy, runs, log):
-    """As after a kill: a file bears its name when it is whole."""
+    """This is the state after a kill, because only complete files have their final names."""
     folder, _ = measured
     results, before = (folder / "estimators.csv").read_bytes(), times(folder)
     missing = ["judged-0001-8.npz", "fit-0002-4.npz", *(name for name in before if name.startswith("oracle"))]
@@ -125,14 +122,14 @@ def test_other_estimators_group_sizes_and_partitions_measure_nothing_again(measu
     before = times(folder)
     changed = {"group_sizes": "[4]", "estimators": "[otb]", "partitions": 3, "prompts": 2}
     printed = laboratory(log, policy, folder.parent.parent, checkpoint=runs["whole"], **changed)
-    assert times(folder) == before and "exact scores: 2 done, 2 of them before" in printed
+    assert times(folder) == before and "exact scores: 2 done, 2 of them earlier" in printed
     results = pd.read_csv(folder / "estimators.csv")
     assert list(results.estimator) == ["rloo", "energy_probe", "otb"] and (results.prompts == 2).all()
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["of a run", "fresh"])
 def test_adapter_is_measured_in_its_own_parameters(policy, runs, tmp_path, log, trained):
-    """A fresh one is drawn once and kept: its B is 0 and only B has a gradient."""
+    """A fresh adapter is drawn once and kept; its B is 0, and only B has a gradient."""
     changed = {"checkpoint": runs["adapter"]} if trained else {"model__lora__r": 2}
     laboratory(log, policy, tmp_path, prompts=2, oracle__prompts=0, group_sizes="[2]", estimators="otb", **changed)
     folder = the_folder(tmp_path)
@@ -147,9 +144,7 @@ def test_a_measurement_is_of_the_weights_and_of_the_sandbox_where_programs_run(p
     weights = tmp_path / "policy" / "model.safetensors"
 
     def found(*overrides: str):
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = compose("variance", overrides=list(overrides))
-        return directory(cfg, {"task": "arithmetic", "model": "tiny"})
+        return directory(composed(*overrides, command="variance"), {"task": "arithmetic", "model": "tiny"})
 
     plain, tools, of_folder = [], ["task=arithmetic_tools"], [f"model.name={tmp_path / 'policy'}"]
     before = found(*of_folder)
@@ -159,13 +154,13 @@ def test_a_measurement_is_of_the_weights_and_of_the_sandbox_where_programs_run(p
     assert found(*tools, "sandbox.workers=2") == found(*tools) != found(*tools, "sandbox.limits.wall_seconds=9")
 
 
-# ---- what is refused
+# ---- refusals
 
 REFUSED = {
     "group_sizes=[4,80]": ("group_sizes=[4, 80]", "samples / 2 = 64", "Try group_sizes=[4,8]"),
     "group_sizes=4": ("group_sizes=4", "whole numbers from 2", "Try group_sizes=[4,8]"),
-    "estimators=[otb,otb_lo]": ("otb_lo is no baseline", "Did you mean otb_loo?", "Known: "),
-    "estimators=rlo": ("rlo is no baseline", "Did you mean rloo?", "Known: "),
+    "estimators=[otb,otb_lo]": ("otb_lo is not a baseline", "Did you mean otb_loo?", "Known: "),
+    "estimators=rlo": ("rlo is not a baseline", "Did you mean rloo?", "Known: "),
     "checkpoint=nowhere/step-1": ("checkpoint=nowhere/step-1", "is not a folder", "Give RUN/checkpoints"),
     "oracle.continuations=7": ("oracle.continuations=7", "must be even", "Try oracle.continuations=8"),
     "oracle.prmpts=7": ("oracle.prmpts", "no key of oracle", "Did you mean prompts?"),
@@ -198,7 +193,7 @@ def test_the_command_as_typed_refuses_before_it_imports_anything_heavy(tmp_path)
 def test_too_few_prompts_are_refused_with_what_would_fit(policy, tmp_path, log):
     values = SMALL | {"model.name": policy, "runs_dir": tmp_path, "fit_steps": 4}
     code, printed = commands.run([f"{key}={value}" for key, value in values.items()], log, script="variance")
-    assert code == 2 and "need 11 prompts; the task has 10" in printed and "Traceback" not in printed
+    assert code == 2 and "need 11 prompts, but the task has 10" in printed and "Traceback" not in printed
 
 
 def test_a_policy_that_is_not_sampled_from_its_softmax_is_refused(policy, tmp_path, log):
@@ -211,8 +206,7 @@ def test_a_policy_that_is_not_sampled_from_its_softmax_is_refused(policy, tmp_pa
 
 
 def test_quick_changes_what_the_command_line_does_not_set():
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("variance", overrides=["quick=true", "samples=40"])
-        apply_quick(cfg, ["quick", "samples"])
-        assert (cfg.prompts, cfg.samples, cfg.oracle.prompts) == (12, 40, 4) and list(cfg.group_sizes) == [4, 8]
-        assert set(check(cfg)) == BASELINES and check(cfg)[:2] == ["rloo", "energy_probe"]
+    cfg = composed("quick=true", "samples=40", command="variance")
+    apply_quick(cfg, ["quick", "samples"])
+    assert (cfg.prompts, cfg.samples, cfg.oracle.prompts) == (12, 40, 4) and list(cfg.group_sizes) == [4, 8]
+    assert set(check(cfg)) == BASELINES and check(cfg)[:2] == ["rloo", "energy_probe"]

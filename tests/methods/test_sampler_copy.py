@@ -63,7 +63,7 @@ def test_what_the_sampler_is_said_to_have_given_a_token_is_what_its_own_forward_
     away = (sampled - trained_log_probs[own]).abs()
     # decoding token by token rounds otherwise than one forward does, and both lie far closer than an old policy would
     assert (sampled - by_itself).abs().mean() <= away.mean() < 0.05
-    before = log_probs_of(untrained.__class__.from_pretrained(tmp_path / "policy"), output, trainer.temperature)[own]
+    before = log_probs_of(untrained.__class__.from_pretrained(untrained.name_or_path), output, trainer.temperature)[own]
     assert (sampled - before).abs().mean() > 5 * away.mean() > 0
 
 

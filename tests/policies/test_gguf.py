@@ -1,18 +1,17 @@
-"""GGUF files: unpacked once to the weights that they hold, into a folder like any other; refused with the fix."""
+"""Tests GGUF files: they are unpacked once, into an ordinary folder with the right weights, or refused with a fix."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from experiments import checks
 from otb.errors import RunError
 from otb.policies.models import describe_policy, load_model, model_facts, policy_folder
-from tests.support.commands import ROOT
+from tests.support.recipes import composed
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<pad>"
 TEMPLATE = (
@@ -43,7 +42,7 @@ def gguf_name(name: str) -> str:
 
 
 def for_llama_cpp(name: str, weight: np.ndarray) -> np.ndarray:
-    """Queries and keys with the halves of each head interleaved, as llama.cpp turns them."""
+    """Returns query and key weights with the halves of each head interleaved, as in llama.cpp."""
     heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
     if heads is None:
         return weight
@@ -59,7 +58,7 @@ def from_llama_cpp(name: str, weight: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """A folder with a Llama of two layers in eight bits -> folder, the weights that it stands for."""
+    """Returns a folder with an eight-bit Llama of two layers, and the weights that it encodes."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf (extra gguf)")
     folder = tmp_path_factory.mktemp("gguf")
     torch.manual_seed(0)
@@ -130,7 +129,7 @@ def test_tokenizer_and_template_come_from_the_file(packed, unpacked):
 
 
 def test_the_folder_is_ordinary_and_says_what_it_was_made_from(packed, unpacked, tmp_path):
-    """Checkpoints are written from this model: transformers refuses to save one that it knows as quantised."""
+    """Checkpoints are saved from this model, and transformers refuses to save a model marked as quantised."""
     model = AutoModelForCausalLM.from_pretrained(unpacked)
     model.save_pretrained(tmp_path / "checkpoint")
     assert "quantization_config" not in json.loads((tmp_path / "checkpoint" / "config.json").read_text())
@@ -164,7 +163,5 @@ def test_a_file_that_is_none_is_refused_with_what_it_must_be(tmp_path, monkeypat
 def test_gguf_files_are_refused_before_anything_is_loaded(tmp_path, monkeypatch, given, installed, said):
     (tmp_path / "a.gguf").touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True if installed else None)
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", [*given, f"model.name={tmp_path}"])
     with pytest.raises(RunError, match=said):
-        checks.check_model_and_task(cfg)
+        checks.check_model_and_task(composed(*given, f"model.name={tmp_path}"))

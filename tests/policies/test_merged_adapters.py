@@ -1,4 +1,4 @@
-"""Folders of adapters, such as checkpoints of a run with LoRA: merged into their base once, refused with the fix."""
+"""Tests folders of adapters, such as checkpoints of a LoRA run: merged into their base once, or refused with a fix."""
 
 import json
 import shutil
@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +18,8 @@ from otb.errors import RunError
 from otb.policies.models import describe_policy, load_model, model_facts, policy_folder
 from otb.records import RunDirectory
 from tests.support import commands
-from tests.support.commands import ROOT, rows
+from tests.support.commands import rows
+from tests.support.recipes import composed
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
 
@@ -31,7 +31,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def adapter(policy, tmp_path, cache):
-    """Folder of an adapter of the tiny policy that changes it: B is drawn, not 0. Holds no tokenizer."""
+    """Returns the folder of an adapter that changes the tiny policy: B is random, not 0. It has no tokenizer."""
     folder, base = tmp_path / "adapter", load_model(str(policy), None, "float32")
     model = get_peft_model(base, LoraConfig(r=2, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def logits(model) -> torch.Tensor:
 
 
 def change(file, **values) -> None:
-    """Sets keys of a file of JSON."""
+    """Sets keys of a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
@@ -70,7 +70,7 @@ def test_an_adapter_is_merged_to_the_policy_that_it_makes_of_its_base(policy, ad
 
 @pytest.mark.parametrize(("command", "model"), [("run", "adapter"), ("run", "tiny"), ("evaluate", "tiny")])
 def test_several_processes_have_a_whole_folder_before_they_are_a_group(command, model, adapter, tmp_path, monkeypatch):
-    """In a group rank 1 would write one without weights, and under ZeRO-3 wait for ever for rank 0 to load, too."""
+    """In a process group, rank 1 would write a folder without weights; with ZeRO-3 it would wait forever for rank 0."""
     whole = []
 
     def begin_group(*given, **options):
@@ -88,8 +88,7 @@ def test_several_processes_have_a_whole_folder_before_they_are_a_group(command, 
         if model == "adapter"
         else ["+model.warm_start.steps=1", "+model.warm_start.careful_steps=0"]
     )
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", [*given, "threads=1"])
+    cfg = composed(*given, "threads=1")
     with pytest.raises(KeyboardInterrupt):
         if command == "run":
             train(cfg, RunDirectory(tmp_path / "run"), None, [], Mock(), None)
@@ -132,7 +131,7 @@ def test_the_merged_folder_says_what_it_was_made_from(policy, adapter):
 
 
 def test_an_adapter_on_top_of_a_merged_one_is_merged_with_both(policy, adapter, tmp_path):
-    """Whatever wrote the second one may name the first one's own folder as its base."""
+    """The second adapter may name the first adapter's folder as its base."""
     second = tmp_path / "second"
     shutil.copytree(adapter, second)
     change(second / "adapter_config.json", base_model_name_or_path=str(adapter))
@@ -143,17 +142,15 @@ def test_an_adapter_on_top_of_a_merged_one_is_merged_with_both(policy, adapter, 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"base_model_name_or_path": "/no/base"}, "=/no/base, which is not a folder. .* write where they are into"),
+        ({"base_model_name_or_path": "/no/base"}, "=/no/base, which is not a folder. .* write their path into"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path=None, which is not a folder"),
-        ({"peft_type": "PROMPT_TUNING"}, "peft_type=PROMPT_TUNING, and only one of LoRA .* Merge it yourself"),
+        ({"peft_type": "PROMPT_TUNING"}, "peft_type=PROMPT_TUNING, but only LoRA adapters .* Merge it yourself"),
     ],
 )
 def test_adapters_that_cannot_be_used_are_refused_before_anything_is_loaded(adapter, changed, said):
     change(adapter / "adapter_config.json", **changed)
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", [f"model.name={adapter}"])
     with pytest.raises(RunError, match=f"model.name={adapter} is an adapter of .*{said}"):
-        checks.check_model_and_task(cfg)
+        checks.check_model_and_task(composed(f"model.name={adapter}"))
 
 
 def test_a_damaged_configuration_of_an_adapter_is_refused(adapter):
@@ -164,7 +161,7 @@ def test_a_damaged_configuration_of_an_adapter_is_refused(adapter):
 
 def test_a_base_of_the_hub_that_is_not_cached_is_refused_with_the_command_that_fetches_it(adapter):
     change(adapter / "adapter_config.json", base_model_name_or_path="someone/some-model", revision="v2")
-    said = "its base must be there: base_model_name_or_path=someone/some-model is no folder, .* python experiments/"
+    said = "its base must be there: base_model_name_or_path=someone/some-model is not a folder .* python experiments/"
     with pytest.raises(RunError, match=said + "prefetch.py --model someone/some-model --revision v2"):
         describe_policy(str(adapter), None)
 
@@ -176,7 +173,7 @@ def test_an_adapter_that_its_base_has_no_place_for_is_refused(policy, adapter):
 
 
 def test_an_adapter_whose_file_lacks_weights_is_refused(adapter):
-    """peft would leave them as they are drawn: the policy of the base, without a word of ours."""
+    """peft would keep their initial values, which change nothing: the base would silently be the policy."""
     file = adapter / "adapter_model.safetensors"
     save_file(dict(list(load_file(file).items())[1:]), file, {"format": "pt"})
     with pytest.raises(RunError, match="cannot be merged into .*: UserWarning: Found missing adapter keys"):
@@ -187,10 +184,8 @@ def test_settings_of_the_tiny_policy_are_refused_by_the_size_of_the_base(adapter
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text('{"hidden_size": 4096}')
     change(adapter / "adapter_config.json", base_model_name_or_path=str(tmp_path / "large"))
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", [f"model.name={adapter}"])
     with pytest.raises(RunError, match="would get the settings of model=tiny"):
-        checks.check_model_and_task(cfg)
+        checks.check_model_and_task(composed(f"model.name={adapter}"))
 
 
 def test_the_planner_counts_the_architecture_of_the_base(policy, adapter):
@@ -198,21 +193,19 @@ def test_the_planner_counts_the_architecture_of_the_base(policy, adapter):
 
 
 def test_the_best_checkpoint_of_a_run_with_lora_is_a_model_for_another_run(policy, tmp_path):
-    """It begins with the accuracy that the first run measured there, its draws being the same."""
+    """With the same draws, it begins with the accuracy that the first run measured at that checkpoint."""
     sizes = {"task__eval_prompts": 32, "evaluation__every": 1, "checkpoint_every": 1, "steps": 2, "learning_rate": 0.03}
     given = commands.arguments(tmp_path / "first", model__name=policy, model__lora__r=2, **sizes)
-    code, printed = commands.run(given, tmp_path / "log")
-    assert code == 0, printed
+    commands.done(given, tmp_path / "log")
     first = RunDirectory(commands.the_run(tmp_path / "first"))
     best = first.checkpoint(first.best_checkpoint_step())
     assert (best / "adapter_config.json").exists() and not (best / "config.json").exists()
     given = commands.arguments(tmp_path / "second", model__name=best, **sizes)
-    code, printed = commands.run(given, tmp_path / "log")
-    assert code == 0, printed
+    commands.done(given, tmp_path / "log")
     second = RunDirectory(commands.the_run(tmp_path / "second"))
     measured = {row["step"]: row["accuracy"] for row in rows(first.evaluations_file)}
     assert rows(second.evaluations_file)[0]["accuracy"] == measured[first.best_checkpoint_step()] != measured[0]
     facts = json.loads(second.environment_file.read_text())
     assert facts["model_made_from"]["adapter"] == str(best)
     assert facts["model_made_from"]["base"]["model"] == str(policy)
-    assert (second.checkpoint(2) / "config.json").exists()  # the whole policy is trained, and no adapter
+    assert (second.checkpoint(2) / "config.json").exists()  # the whole policy is trained, not an adapter

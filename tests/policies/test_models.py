@@ -1,4 +1,4 @@
-"""What a run records of its model, and configurations that cannot be read."""
+"""Tests a run's record of its model, and configurations that cannot be read."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ def test_hub_model_is_recorded_with_the_commit_of_the_cached_files(tmp_path, mon
     (cached / "refs" / "main").write_text(COMMIT)
     assert model_facts("someone/model", None) == {"model": "someone/model", "model_revision": COMMIT}
     assert model_facts("someone/model", COMMIT)["model_revision"] == COMMIT
-    assert model_facts("someone/other", "v1")["model_revision"] == "v1"  # not cached: what was asked for
+    assert model_facts("someone/other", "v1")["model_revision"] == "v1"  # not cached: the revision asked for
 
 
 def test_folder_is_recorded_with_hashes_of_its_weights(tmp_path):

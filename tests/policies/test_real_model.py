@@ -1,7 +1,7 @@
-"""A real pre-trained model in the trainer: opt in with OTB_REAL_MODEL=FOLDER, a folder of transformers files.
+"""Tests a real pre-trained model in the trainer, if OTB_REAL_MODEL=FOLDER names a folder of transformers files.
 
-Any causal model with a chat template serves that has room in memory for its weights four times over in float32;
-docs/real_model.md says where SmolLM2-135M comes from. About a minute with it on two cores.
+Any causal model with a chat template will do, if memory holds four times its weights in float32. docs/real_model.md
+says where to get SmolLM2-135M, which takes about a minute on two cores.
 """
 
 import os
@@ -11,36 +11,35 @@ import pytest
 import torch
 from datasets import Dataset
 
-from otb import OTBTrainer
 from otb.loss_inputs import prompts_with_responses
 from otb.methods import Method
 from otb.policies.models import describe_policy, load_model
 from otb.tasks.arithmetic import Arithmetic
-from tests.support.trainers import byte_reward, config
+from tests.support.trainers import RecordingTrainer, byte_reward, config
 
+SMALL = dict(per_device_train_batch_size=8, max_completion_length=24, learning_rate=1e-5, temperature=0.9)
 pytestmark = pytest.mark.skipif(
     "OTB_REAL_MODEL" not in os.environ, reason="OTB_REAL_MODEL names no folder with a real model"
 )
 
 
 class Measuring(Method):
-    """Keeps log pi and w of every generation beside those from full logits in float64."""
+    """Keeps log pi and w of every generation, and the same values from full logits in float64."""
 
     def __init__(self):
-        self.measured = []
+        self.kept = []
 
-    def finish(self, step):
-        output, trainer = step.output, self.trainer
-        ids, attention_mask = prompts_with_responses(output)
-        width = output["completion_ids"].shape[1]
+    def measured(self, step):
+        ids, attention_mask = prompts_with_responses(step.output)
+        sampled, kept = step.output["completion_ids"], step.output["completion_mask"].bool()
         with torch.no_grad():
-            logits = trainer.model(input_ids=ids, attention_mask=attention_mask).logits[:, -width - 1 : -1]
-        full = (logits.double() / trainer.temperature).log_softmax(-1)
-        pi = full.gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)
+            logits = self.trainer.model(input_ids=ids, attention_mask=attention_mask).logits
+        logits = logits[:, -sampled.shape[1] - 1 : -1].double() / self.trainer.temperature
+        full = logits.log_softmax(-1)
+        pi = full.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)
         w = 1 - 2 * pi.exp() + full.exp().square().sum(-1)
-        kept, own = output["completion_mask"].bool(), step.own
-        mine = step.rollouts.score_norms.flatten(0, 1)[own.own]
-        self.measured.append((step.log_probs[kept], pi[kept], mine, own.pack(w)[own.own]))
+        mine = step.own.unpack(step.rollouts.score_norms.flatten(0, 1))
+        self.kept.append((step.log_probs[kept], pi[kept], mine[kept], w[kept]))
 
 
 @pytest.fixture(scope="module")
@@ -49,27 +48,21 @@ def trained(tmp_path_factory):
     tokenizer, _ = describe_policy(folder, None)
     rows = Arithmetic(train_prompts=4, instruction="Add up.").train_dataset().select_columns("prompt")
     measuring = Measuring()
-    trainer = OTBTrainer(
+    trainer = RecordingTrainer(
         load_model(folder, None, "float32"),
         byte_reward,
-        config(
-            tmp_path_factory.mktemp("out"),
-            per_device_train_batch_size=8,
-            max_completion_length=24,
-            learning_rate=1e-5,
-            temperature=0.9,
-        ),
+        config(tmp_path_factory.mktemp("out"), **SMALL),
         Dataset.from_list(list(rows)),
         processing_class=tokenizer,
         methods=[measuring],
     )
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     trainer.train()
-    return trainer, measuring.measured, before
+    return trainer, before, measuring.kept
 
 
 def test_log_probs_and_score_norms_are_those_of_the_full_logits(trained):
-    _, measured, _ = trained
+    _, _, measured = trained
     assert len(measured) == 2
     for log_probs, expected_log_probs, w, expected_w in measured:
         assert len(w) > 8 and (w >= 0).all()
@@ -78,7 +71,7 @@ def test_log_probs_and_score_norms_are_those_of_the_full_logits(trained):
 
 
 def test_advantages_are_those_of_naive_loops_and_the_weights_move(trained):
-    trainer, _, before = trained
+    trainer, before, _ = trained
     for output, expected in trainer.batches:
         torch.testing.assert_close(output["advantages"].double(), expected, atol=1e-3, rtol=0)
     moved = [name for name, weight in trainer.model.state_dict().items() if not torch.equal(weight, before[name])]
@@ -96,5 +89,5 @@ def test_rollouts_end_with_an_end_token_and_prompts_begin_at_most_once(trained):
         text = trainer.processing_class.decode(output["prompt_ids"][0], skip_special_tokens=True)
         assert "Add up." in text
         template = trainer.processing_class.chat_template or ""
-        if begin not in ends and "im_start" not in template:  # ChatML's begin token opens every turn
+        if begin not in ends and "im_start" not in template:  # ChatML starts every turn with this token
             assert (output["prompt_ids"] == begin).sum(1).max() <= 1

@@ -1,21 +1,21 @@
-"""The supervised warm start: what enters the loss, what is learned, and the command that writes a policy."""
+"""Tests the supervised warm start: what enters the loss, what is learned, and the command that writes a policy."""
 
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import trl
-from hydra import compose, initialize_config_dir
 from peft import LoraConfig
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import get_json_schema
 
 from experiments import warm_start as command
-from experiments.running import warm_starting
+from experiments.running import make_policy
 from otb.errors import RunError
 from otb.policies.supervised import Supervision, ordered, sft_trainer, supervised
 from otb.policies.tiny_policy import END, TOOL_TAGS, build_model
@@ -24,8 +24,7 @@ from otb.tasks.arithmetic import Arithmetic
 from otb.tasks.arithmetic_tools import ArithmeticTools
 from otb.tasks.maths import Maths, worked_solution
 from otb.tasks.python_tool import PythonTool
-from tests.support import commands
-from tests.support.commands import ROOT
+from tests.support import commands, recipes
 
 CHATS = Arithmetic(instruction="Add up.").demonstrations(seed=0, n=8)
 HOW = Supervision(steps=2, forward=4, forwards=2, learning_rate=1e-3, seed=0, bf16=False, use_cpu=True)
@@ -41,7 +40,7 @@ def model(tokenizer):
 
 @pytest.mark.parametrize("kind", ["the tiny tokenizer", "end token pads", "begins every text"])
 def test_only_the_solution_and_its_end_enter_the_loss(tmp_path, tokenizer, model, kind):
-    """Against the masks of the tiny policy's own warm start; TRL adds the line break behind the end of a turn."""
+    """The masks equal those of the tiny policy's own warm start, but TRL adds the line break after a turn."""
     changed = copy.deepcopy(tokenizer)
     if kind == "end token pads":
         changed.pad_token = changed.eos_token
@@ -69,7 +68,7 @@ TOOLS = [get_json_schema(PythonTool(None).python)]
 
 def with_tools(n: int) -> list[list[dict]]:
     chats = ArithmeticTools(instruction="Add up.").demonstrations(seed=0, n=n)
-    return [chat[1:] for chat in chats]  # without the tiny policy's own notice of tools
+    return [chat[1:] for chat in chats]  # without the tiny policy's system message about tools
 
 
 @pytest.mark.parametrize("template", [None, "qwen2_5", "qwen3"])
@@ -105,7 +104,7 @@ def test_a_template_that_does_not_tell_turns_apart_is_refused(tokenizer, model):
 def test_the_loss_of_a_step_is_the_mean_over_its_learned_tokens(tokenizer, model):
     batch = encode([[*chat[:-1], chat[-1]] for chat in CHATS], tokenizer)
     labels = batch.pop("labels")
-    after = (labels == tokenizer.eos_token_id).nonzero()  # and TRL's line break behind the end of the turn
+    after = (labels == tokenizer.eos_token_id).nonzero()  # TRL also learns the line break after the turn
     for row, column in after.tolist():
         labels[row, column + 1] = batch["input_ids"][row, column + 1]
     with torch.no_grad():
@@ -180,7 +179,7 @@ def test_solutions_are_drawn_by_the_seed_and_more_of_them_only_add(maths):
     by_prompt = {str(row["prompt"]): row["answer"] for row in task.train_dataset()}
     answers = [by_prompt[str(chat[:-1])] for chat in chats]
     assert [grade.reward for grade in task.grades([chat[-1:] for chat in chats], answers)] == [1.0] * 6
-    with pytest.raises(ValueError, match="has 6 solved problems, and 7 are wanted"):
+    with pytest.raises(ValueError, match="has 6 solved problems, fewer than 7"):
         task.solutions(seed=0, n=7)
     with pytest.raises(ValueError, match="Try task.solution_column=answer"):
         maths().solutions(seed=0, n=1)
@@ -189,11 +188,7 @@ def test_solutions_are_drawn_by_the_seed_and_more_of_them_only_add(maths):
 # ---- the command
 
 
-def composed(*given: str):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("warm_start", list(given))
-
-
+composed = partial(recipes.composed, command="warm_start")
 GIVEN = ["model.dtype=float32", "demonstrations=16", "demonstrations_per_step=8", "learning_rate=1e-3"]
 
 
@@ -213,7 +208,7 @@ def test_the_command_writes_a_policy_with_a_record_and_does_nothing_the_second_t
     cfg = composed(*given)
     assert command.is_there(tmp_path / "warm", command.recipe(cfg))
     assert command.is_there(tmp_path / "warm", command.recipe(composed(*given, "threads=2", "use_cpu=true")))
-    with pytest.raises(RunError, match=r"made otherwise \(there -> here\):\n  noise: 1.0 -> 0.5"):
+    with pytest.raises(RunError, match=r"made with other settings \(there -> here\):\n  noise: 1.0 -> 0.5"):
         command.is_there(tmp_path / "warm", command.recipe(composed(*given, "noise=0.5")))
 
 
@@ -235,7 +230,7 @@ def test_demonstrations_of_a_maths_task_are_its_solutions(maths, tmp_path):
     cfg = composed(*given, "model.name=x/y", f"output={tmp_path / 'o'}")
     assert command.check(composed(*given, "demonstrations_per_step=2", "model.name=x/y", f"output={tmp_path / 'o'}"))
     task = maths(solution_column="answer")
-    assert warm_starting.demonstrations(cfg, task) == task.solutions(0, 2)
+    assert make_policy.demonstrations(cfg, task) == task.solutions(0, 2)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +239,7 @@ def test_demonstrations_of_a_maths_task_are_its_solutions(maths, tmp_path):
         (["model=tiny"], "Leave model=tiny out"),
         (
             ["model.name=x/y", "task=gsm8k_tools", "++task.solution_column=answer"],
-            "gsm8k_tools runs programs, and a column of solutions shows none",
+            "gsm8k_tools has a tool, but its column of solutions shows no call",
         ),
         (["model.name=x/y", "task=math500"], r"no solutions to learn from.*Try task=arithmetic, or task.solution_c"),
         (["model.name=x/y", "demonstrations_per_step=12"], "per_forward=8 must divide the 12 demonstrations of a step"),
@@ -263,7 +258,7 @@ def test_what_cannot_be_made_is_refused(given, said, tmp_path):
     ("given", "said"),
     [
         (["task=gsm8k", "task.path=/nowhere"], "path='/nowhere' does not exist"),
-        (["task=arithmetic"], "model.name=x/y is no folder.* not in the cache"),
+        (["task=arithmetic"], "model.name=x/y is not a folder.* not in the cache"),
     ],
 )
 def test_rows_and_model_must_be_there(given, said, tmp_path):

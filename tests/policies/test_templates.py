@@ -1,4 +1,4 @@
-"""The token that ends a turn, over TRL's copies of the templates of real models, and base models' other end token."""
+"""Tests the token that ends a turn, with TRL's copies of real templates and with a base model's other end token."""
 
 import copy
 from pathlib import Path
@@ -21,7 +21,7 @@ ENDS = {
 
 @pytest.fixture
 def base(tokenizer):
-    """A tokenizer whose end token is another than its template's end of turn, as those of base models are."""
+    """Returns a tokenizer whose end token differs from its template's end of turn, as in base models."""
     changed = copy.deepcopy(tokenizer)
     changed.add_special_tokens({"additional_special_tokens": ["<|endoftext|>", *sorted(set(ENDS.values()))]})
     changed.pad_token = changed.eos_token = changed.bos_token = "<|endoftext|>"

@@ -1,4 +1,4 @@
-"""The tiny policy: exact tokenizer, a chat template that TRL's tool loop accepts, and a warm start that survives."""
+"""Tests the tiny policy: lossless tokenizer, chat template for TRL's tool loop, warm start that survives kills."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokenizer():
 
 
 def build(steps: int, cache: Path, log: Path, hold_at: int | None) -> None:
-    """A warm start that writes its steps and its folder into `log`, a line each, and stops for ever after `hold_at`."""
+    """Runs a warm start that writes its steps and its folder to `log`, a line each, and hangs after step `hold_at`."""
 
     def say(what):
         with open(log, "a") as file:
@@ -186,11 +186,11 @@ def test_a_killed_warm_start_leaves_a_cache_that_works(tmp_path):
     process = start_build(recipe.steps, tmp_path, log, 2)
     wait_for(lambda: log.exists() and log.read_text().endswith("step 2\n"), process)
     commands.kill(process)
-    partial = tmp_path / f"arithmetic-{recipe_key(Arithmetic(), recipe)}.partial"  # as a kill in mid-save leaves it
+    partial = tmp_path / f"arithmetic-{recipe_key(Arithmetic(), recipe)}.partial"  # as left by a kill during saving
     assert not partial.exists() and not list(tmp_path.glob("*/model.safetensors"))
     partial.mkdir()
     (partial / "model.safetensors").write_bytes(b"half")
-    folder = warm_start(Arithmetic(), recipe, tmp_path)  # would wait for ever if a lock were left behind
+    folder = warm_start(Arithmetic(), recipe, tmp_path)  # would wait forever if a lock were left behind
     assert not partial.exists()
     AutoModelForCausalLM.from_pretrained(folder)
 

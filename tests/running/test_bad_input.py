@@ -147,7 +147,7 @@ SETTINGS = {
     "baseline=otb baseline._partial_=false": ("otb is a function", "wait for their rollouts", "_partial_=true"),
     "baseline._target_=no.such.thing": ("no.such.thing", "cannot be imported", "No module named"),
     "task.train_prompt=8": ("task.train_prompt", "no argument of", "Did you mean train_prompts?"),
-    "task.train_prompts=0": ("task.train_prompts=0", "outside 1..", "Try task.train_prompts=128"),
+    "task.train_prompts=0": ("task.train_prompts=0", "must be 1 to", "Try task.train_prompts=128"),
     "task.train_prompts=many": ("train_prompts=many", "a whole number", "Try task.train_prompts=2048"),
     "task=gsm8k task.revision=12": ("task.revision=12", "must be text or null", "Try 'task.revision=\"12\"'"),
     "task=gsm8k task.path=null": ("path=null", "no hub id", "Try task.path=FOLDER"),
@@ -168,7 +168,7 @@ SETTINGS = {
         "not in the cache and HF_HUB_OFFLINE is set",
         "python experiments/prefetch.py --model some/model --revision v2",
     ),
-    "model.name=docs": ("model.name=docs", "it has no config.json", "what save_pretrained writes"),
+    "model.name=docs": ("model.name=docs", "it has no config.json", "files that save_pretrained writes"),
     "model.dtype=float16": ("model.dtype=float16", "is not one of float32, bfloat16", "Try model.dtype=float32"),
     "model.lora.rank=4": ("model.lora.rank", "no field of peft.LoraConfig", "The usual ones: r, "),
     "model.lora.lora_alfa=4": ("model.lora.lora_alfa", "no field of peft.LoraConfig", "Did you mean lora_alpha?"),
@@ -309,7 +309,7 @@ def test_a_model_that_is_cached_is_not_refused_offline(file, revision, refused, 
     cfg = composed("model=hub", "model.name=someone/model", f"model.revision={revision or 'null'}")
     if not refused:
         return check_model_is_here(cfg)
-    with pytest.raises(RunError, match="model.name=someone/model is no folder.* not in the cache"):
+    with pytest.raises(RunError, match="model.name=someone/model is not a folder.* not in the cache"):
         check_model_is_here(cfg)
 
 
@@ -403,7 +403,7 @@ DATA = {
     "rows without an answer": (
         [*GOOD, {"question": "2 + 2?", "answer": ""}],
         [],
-        ("1 of 5 rows", "each needs both", "Try task.drop_unanswered=true"),
+        ("1 of 5 rows", "each row needs both", "Try task.drop_unanswered=true"),
     ),
     "fewer rows than a step takes": (
         GOOD[:1],
@@ -435,7 +435,7 @@ DATA = {
         ["trainer.lr_scheduler_type=cosin"],
         ("trainer: ", "cosin", "not a valid SchedulerType, please select one of"),
     ),
-    "weights that cannot be read": (GOOD, [], ("model.name=", "cannot be read", "what save_pretrained writes")),
+    "weights that cannot be read": (GOOD, [], ("model.name=", "cannot be read", "files that save_pretrained writes")),
 }
 
 
@@ -475,7 +475,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(unreadable_weights, tmp_
 def test_a_folder_whose_files_are_no_model_is_refused(tmp_path, log):
     (tmp_path / "config.json").write_text('{"model_type": "no such", "hidden_size": 8}')
     code, printed = commands.run([f"model.name={tmp_path}", f"runs_dir={tmp_path / 'runs'}"], log)
-    assert_refused(code, printed, (f"model.name={tmp_path}", "cannot be read", "what save_pretrained writes"))
+    assert_refused(code, printed, (f"model.name={tmp_path}", "cannot be read", "files that save_pretrained writes"))
 
 
 def test_nothing_is_warm_started_for_a_run_that_is_refused(tmp_path, log):

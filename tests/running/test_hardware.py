@@ -262,7 +262,7 @@ def test_the_form_of_several_nodes_asks_slurm_for_a_process_per_gpu_on_each(tmp_
     given = ["-m", "hydra/launcher=slurm_nodes", "hydra.launcher.nodes=4", "wait=false", "sweep=large"]
     given += [f"runs_dir={tmp_path}", "parallel=fsdp2", "model=qwen2.5-7b", "task=gsm8k"]
     done = run_light(given, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert "1 of 1 runs sent as job 7" in done.stdout, done.stdout + done.stderr
+    assert "1 of 1 runs submitted as job 7" in done.stdout, done.stdout + done.stderr
     (sent,) = (tmp_path / "large" / "logs").glob("*_submission.sh")
     assert {
         "#SBATCH --nodes=4",

@@ -30,8 +30,7 @@ def several(policy, tmp_path_factory):
     (folder / "data" / "aime24" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     sets = dict(evaluation__tasks="[arithmetic,aime24]", evaluation__max_rows=3, evaluation__data_dir=folder / "data")
     given = arguments(folder / "runs", model__name=policy, steps=2, **sets)
-    code, printed = commands.run(given, folder / "log")
-    assert code == 0, printed
+    printed = commands.done(given, folder / "log")
     return RunDirectory(the_run(folder / "runs")), printed
 
 
@@ -58,8 +57,7 @@ def test_a_run_on_several_sets_keeps_a_row_per_sample_that_adds_up_to_its_evalua
 
 def test_further_sets_change_nothing_in_a_run(several, policy, tmp_path):
     directory, _ = several
-    code, printed = commands.run(arguments(tmp_path, model__name=policy, steps=2), tmp_path / "log")
-    assert code == 0, printed
+    commands.done(arguments(tmp_path, model__name=policy, steps=2), tmp_path / "log")
     plain = RunDirectory(the_run(tmp_path))
     for name in ("metrics_file", "evaluations_file"):
         assert without_times(getattr(directory, name)) == without_times(getattr(plain, name))

@@ -68,8 +68,9 @@ def test_choices_that_differ_stand_beside_their_default():
     of = [keys.Key("steps", value, "how many", choice) for value, choice in (("1", "a"), ("2", "b"), ("1", "c"))]
     assert keys.default_cell(of, choices_of_group=3) == "`1` (a, c); `2` (b)"
     assert keys.default_cell(of[:1], choices_of_group=3) == "`1` (a)"
+    alike = [of[0]._replace(choice=choice) for choice in "abcd"]
+    assert keys.default_cell(alike, choices_of_group=5) == "`1` (a, b, c, ...)"
+    assert keys.default_cell([key._replace(default=key.choice * 2) for key in alike], 4) == "set by the choice"
     assert keys.default_cell([of[0], of[2]], choices_of_group=2) == "`1`"
-    assert (
-        keys.table([keys.Key("tail", "own", "own | carry", "a")]).splitlines()[-1]
-        == r"| `tail` | `own` | own \| carry |"
-    )
+    row = keys.table([keys.Key("tail", "own", "own | carry", "a")]).splitlines()[-1]
+    assert row == r"| `tail` | `own` | own \| carry |"

@@ -53,7 +53,7 @@ def test_rows_come_back_and_a_line_that_a_crash_cut_short_does_not(directory):
 
 def test_damaged_line_in_the_middle_is_an_error_that_names_it(directory):
     directory.metrics_file.write_text('{"step": 1}\ngarbage\n{"step": 3}\n')
-    with pytest.raises(RunError, match="damaged line: 'garbage.*start anew with overwrite=true"):
+    with pytest.raises(RunError, match="damaged line: 'garbage.*start over with overwrite=true"):
         list(read_rows(directory.metrics_file))
 
 

@@ -53,8 +53,7 @@ def log(tmp_path_factory):
 def uninterrupted(policy, tmp_path_factory):
     """The run that the killed ones must equal."""
     runs_dir = tmp_path_factory.mktemp("uninterrupted")
-    code, printed = commands.run(arguments(runs_dir, model__name=policy), runs_dir / "log")
-    assert code == 0, printed
+    commands.done(arguments(runs_dir, model__name=policy), runs_dir / "log")
     return the_run(runs_dir)
 
 
@@ -111,13 +110,10 @@ def all_but_the_end(run):
 def test_a_run_killed_in_the_middle_of_something_equals_an_uninterrupted_one(
     policy, uninterrupted, tmp_path, log, moment, left
 ):
-    given, hold = arguments(tmp_path / "runs", model__name=policy), Hold(tmp_path / "hold", moment)
-    process = commands.start(given, log, **hold.environment)
-    hold.wait(process)
+    given = arguments(tmp_path / "runs", model__name=policy)
+    commands.kill_at(moment, given, log, tmp_path / "hold")
     left(the_run(tmp_path / "runs"))
-    commands.kill(process)
-    code, printed = commands.run(given, log)
-    assert code == 0, printed
+    commands.done(given, log)
     assert_same_run(the_run(tmp_path / "runs"), uninterrupted)
 
 
@@ -147,13 +143,9 @@ def test_resume_is_exact_for_every_kind_of_run(policy, tmp_path, log, changed):
     for name, kill in (("whole", False), ("killed", True)):
         given = arguments(tmp_path / name, model__name=policy, **changed)
         if kill:
-            hold = Hold(tmp_path / "hold", "row 3")
-            process = commands.start(given, log, **hold.environment)
-            hold.wait(process)
-            commands.kill(process)
+            commands.kill_at("row 3", given, log, tmp_path / "hold")
             assert RunDirectory(the_run(tmp_path / name)).checkpoint_steps() == [2]
-        code, printed = commands.run(given, log)
-        assert code == 0, printed
+        printed = commands.done(given, log)
         assert ("resuming at step" in printed) == kill
     assert_same_run(the_run(tmp_path / "killed"), the_run(tmp_path / "whole"))
     metrics = rows(the_run(tmp_path / "killed") / "metrics.jsonl")
@@ -186,22 +178,14 @@ def test_a_run_killed_in_its_warm_start_equals_an_uninterrupted_one(tmp_path, lo
         cache = {"OTB_CACHE": str(tmp_path / name / "cache")}
         given = arguments(tmp_path / name / "runs", **recipe)
         if name == "killed":
-            hold = Hold(tmp_path / "hold", "warm start 9")
-            process = commands.start(given, log, **cache, **hold.environment)
-            hold.wait(process)
-            commands.kill(process)
-        code, printed = commands.run(given, log, **cache)
-        assert code == 0, printed
-        assert "warm start 24/24" in printed
+            commands.kill_at("warm start 9", given, log, tmp_path / "hold", **cache)
+        assert "warm start 24/24" in commands.done(given, log, **cache)
     assert_same_run(the_run(tmp_path / "killed" / "runs"), the_run(tmp_path / "whole" / "runs"))
 
 
 def test_the_command_as_typed_resumes_after_sigkill(policy, uninterrupted, tmp_path):
     """Goes on in another working directory, whose `runs` it is. test_local_sweep.py kills a typed command."""
-    hold = Hold(tmp_path / "hold", "row 3")
-    process = commands.start(arguments(tmp_path / "runs", model__name=policy), tmp_path / "log", **hold.environment)
-    hold.wait(process)
-    commands.kill(process)
+    commands.kill_at("row 3", arguments(tmp_path / "runs", model__name=policy), tmp_path / "log", tmp_path / "hold")
     done = commands.run_command_line(arguments("runs", model__name=policy), cwd=tmp_path, **{NO_PICTURES: "1"})
     assert done.returncode == 0, done.stderr
     assert "resuming at step 2" in done.stdout
@@ -210,8 +194,7 @@ def test_the_command_as_typed_resumes_after_sigkill(policy, uninterrupted, tmp_p
 
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(policy, uninterrupted, tmp_path, log):
     for name, changed in (("again", {"deterministic": "true"}), ("other", {"seed": 1})):
-        code, printed = commands.run(arguments(tmp_path / name, model__name=policy, **changed), log)
-        assert code == 0, printed
+        commands.done(arguments(tmp_path / name, model__name=policy, **changed), log)
     again, other = (without_times(the_run(tmp_path / name) / "metrics.jsonl") for name in ("again", "other"))
     assert again == without_times(uninterrupted / "metrics.jsonl")
     assert other != again
@@ -219,6 +202,5 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(policy, un
 
 def test_evaluations_and_checkpoints_leave_training_alone(policy, uninterrupted, tmp_path, log):
     changed = dict(evaluation__every=0, checkpoint_every=0, rollouts__every=0)
-    code, printed = commands.run(arguments(tmp_path, model__name=policy, **changed), log)
-    assert code == 0, printed
+    commands.done(arguments(tmp_path, model__name=policy, **changed), log)
     assert without_times(the_run(tmp_path) / "metrics.jsonl") == without_times(uninterrupted / "metrics.jsonl")

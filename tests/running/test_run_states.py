@@ -239,7 +239,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing_half_written(policy, fo
     assert code == REFUSED
     error = printed[printed.index("error: ") :]
     assert f"{what} cannot be written: " in error and "free space" in error and "Traceback" not in printed
-    assert any(reason in error for reason in ("File too large", "only a part of a file fitted"))
+    assert any(reason in error for reason in ("File too large", "only part of the file fitted"))
     assert len(error) < 500
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path != log]
     assert not [path for path in written if path.name.startswith(".") or ".writing" in str(path)]
@@ -256,7 +256,7 @@ def test_an_unwritable_runs_dir_is_a_clear_error(policy, tmp_path, log):
     code, printed = commands.run(arguments(tmp_path / "runs", model__name=policy), log)
     assert code == REFUSED
     assert printed.startswith("error: ") and "cannot be written: Permission denied" in printed
-    assert "mend its permissions" in printed
+    assert "fix its permissions" in printed
     assert not list((tmp_path / "runs").iterdir())
 
 

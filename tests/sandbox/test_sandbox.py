@@ -1,4 +1,4 @@
-"""What a caller can rely on: statuses told apart, limits that hold, deaths survived, nothing left behind."""
+"""Tests what a caller can rely on: distinct statuses, limits that hold, recovery from deaths, no leftovers."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ ENDINGS = {  # status: (program, stdout)
     "memory": ("print('before')\nx = b'x' * (1 << 40)", "before\n"),
     "output_limit": ("print('x' * 5000)", "x" * 4000 + api.TRUNCATED),
 }
-ENDLESS_LOOPS_END = replace(PATIENT, cpu_seconds=0.5)  # by the time of the processor: the load does not count
+ENDLESS_LOOPS_END = replace(PATIENT, cpu_seconds=0.5)  # CPU time, which does not depend on the load
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_clean_cuts_at_the_limit_and_drops_control_characters():
 
 
 class Failing(api.Sandbox):
-    """Fails the first `failures` attempts."""
+    """A sandbox whose first `failures` attempts fail."""
 
     def __init__(self, failures):
         super().__init__(workers=1)
@@ -243,7 +243,7 @@ def test_the_cpu_limit_counts_all_processes_together(sandbox):
 
 @needs_bubblewrap
 def test_the_memory_limit_counts_all_processes_together(sandbox):
-    # 4 x 60 MB of their own; each alone is far below the limit.
+    # 4 x 60 MB, not shared; each alone is far below the limit.
     program = "import os, time\nfor n in range(2): os.fork()\nx = b'x' * 60_000_000\ntime.sleep(%s)"
     assert sandbox.run(program % 3600, replace(PATIENT, memory_bytes=200_000_000)).status == "memory"
     assert sandbox.run(program % 0.5, replace(PATIENT, memory_bytes=400_000_000)).status == "ok"
@@ -259,7 +259,7 @@ def test_shared_pages_count_once(sandbox):
 
 
 def parts(sandbox):
-    """The processes of a sandbox: the broker, bubblewrap twice, the runner."""
+    """Returns the processes of a sandbox: the broker, bubblewrap twice, the runner."""
     broker = sandbox.open()._process.pid
     return [broker, *descendants(broker)]
 
@@ -356,18 +356,20 @@ def test_a_missing_bubblewrap_is_refused_with_what_to_install(monkeypatch):
 
 @needs_bubblewrap
 def test_a_bubblewrap_that_cannot_start_is_refused_with_its_own_words(monkeypatch, tmp_path):
-    # What bubblewrap says where user namespaces are off.
+    # bubblewrap's message if user namespaces are disabled.
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     tmp_path.chmod(0o755)
     monkeypatch.setattr(runtime.shutil, "which", lambda name: "/bin/false" if os.getuid() == 0 else str(fake))
-    with pytest.raises(SandboxFailure, match="does not start: (bubblewrap ended without a word|bwrap: No permissions)"):
+    with pytest.raises(
+        SandboxFailure, match="does not start: (bubblewrap ended without a message|bwrap: No permissions)"
+    ):
         Bubblewrap().check()
 
 
 def test_a_missing_package_is_refused():
-    with pytest.raises(SandboxFailure, match="'no_such_package' is no package"):
+    with pytest.raises(SandboxFailure, match="'no_such_package' is not a package"):
         runtime.package_binds(["no_such_package"])
 
 
@@ -375,7 +377,7 @@ def test_a_missing_package_is_refused():
 
 
 class Fusion(BaseHTTPRequestHandler):
-    """A small server of SandboxFusion's protocol; the program says what it answers."""
+    """A small server with SandboxFusion's protocol; the program determines its answer."""
 
     requests: list = []
 
@@ -448,7 +450,7 @@ def test_http_fails_where_the_server_fails(program, fusion):
 def test_http_refuses_at_the_start_where_no_server_listens():
     with pytest.raises(SandboxFailure, match="Is a SandboxFusion server running there"):
         Http("http://127.0.0.1:9").check()
-    with pytest.raises(ValueError, match="is no http address"):
+    with pytest.raises(ValueError, match="is not an http address"):
         Http("localhost:8080")
 
 

@@ -1,4 +1,4 @@
-"""Hostile programs, each with the status it must end with; afterwards the caller stands and nothing is left behind."""
+"""Runs hostile programs: each must end with a given status, leave the caller unharmed and leave nothing behind."""
 
 import os
 import socket
@@ -16,123 +16,93 @@ REFUSED = "assert ctypes.get_errno() == 1, ctypes.get_errno()\n"  # EPERM
 
 
 def refused(call):
-    """A C call that must fail with EPERM."""
+    """Returns a program whose C call must fail with EPERM."""
     return f"{LIBC}assert libc.{call} == -1\n{REFUSED}print('refused')"
 
 
 def absent(path):
-    """A file that must not be there, or not be readable."""
+    """Returns a program that fails if a file can be read."""
     return f"try: print(open({path!r}, 'rb').read())\nexcept OSError: print('refused')"
 
 
-# name: (program, status, what stdout must be, or None)
+# name: (program, status, what stdout must be where that is known)
 ATTACKS = {
     # Using things up
-    "fork bomb": ("import os\nwhile True: os.fork()", "user_error output_limit", None),
+    "fork bomb": ("import os\nwhile True: os.fork()", "user_error output_limit"),
     "fork bomb that hides its errors": (
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
         "timeout",
-        None,
     ),
     "thread bomb": (
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()",
-        "timeout",  # the 31 threads that came to be are no daemons: the end waits for them
-        None,
+        "timeout",  # the 31 threads that started are not daemons, so the program waits for them
     ),
-    "memory bomb": ("x = b'x'\nwhile True: x += x", "memory", None),
-    "memory bomb of lists": ("x = []\nwhile True: x.append([0] * 100000)", "memory", None),
+    "memory bomb": ("x = b'x'\nwhile True: x += x", "memory"),
+    "memory bomb of lists": ("x = []\nwhile True: x.append([0] * 100000)", "memory"),
     "memory bomb of processes": (
         "import os, time\nfor n in range(8):\n    if os.fork() == 0: break\nx = b'x' * (100 << 20)\ntime.sleep(60)",
         "memory",
-        None,
     ),
-    "memory in a numpy array": ("import numpy\nnumpy.ones((1 << 40,))", "memory", None),
-    "shared memory out of sight": (
-        "import mmap\nm = mmap.mmap(-1, 1 << 28)\nm.write(b'x' * (1 << 28))",
-        "user_error",
-        None,
-    ),
-    "memory in a memfd": ("import os\nos.memfd_create('x')", "user_error", None),
-    "memory in pipes": (
-        "import os, fcntl\nr, w = os.pipe()\nfcntl.fcntl(w, 1031, 1 << 20)",
-        "user_error",
-        None,
-    ),
+    "memory in a numpy array": ("import numpy\nnumpy.ones((1 << 40,))", "memory"),
+    "shared memory out of sight": ("import mmap\nm = mmap.mmap(-1, 1 << 28)\nm.write(b'x' * (1 << 28))", "user_error"),
+    "memory in a memfd": ("import os\nos.memfd_create('x')", "user_error"),
+    "memory in pipes": ("import os, fcntl\nr, w = os.pipe()\nfcntl.fcntl(w, 1031, 1 << 20)", "user_error"),
     "System V shared memory": (refused("shmget(0, 1 << 28, 0o1777)"), "ok", "refused"),
-    "endless loop": ("while True: pass", "timeout", None),
+    "endless loop": ("while True: pass", "timeout"),
     "endless loop that ignores signals": (
         "import signal\nfor n in set(range(1, 32)) - {9, 19}: signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
         "timeout",
-        None,
     ),
     "endless loop that catches everything": (
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
         "timeout",
-        None,
     ),
-    "endless loop in C: a huge power": ("print(7 ** (7 ** 12))", "timeout", None),
-    "endless loop in C: a regular expression": ("import re\nre.match('(a+)+$', 'a' * 64 + 'b')", "timeout", None),
-    "endless sum in C": ("sum(range(10 ** 15))", "timeout", None),
-    "CPU time of many processes": (
-        "import os\nfor n in range(3): os.fork()\nwhile True: pass",
-        "timeout",
-        None,
-    ),
-    "endless output": ("while True: print('x' * 1000)", "output_limit", None),
-    "endless errors": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output_limit", None),
+    "endless loop in C: a huge power": ("print(7 ** (7 ** 12))", "timeout"),
+    "endless loop in C: a regular expression": ("import re\nre.match('(a+)+$', 'a' * 64 + 'b')", "timeout"),
+    "endless sum in C": ("sum(range(10 ** 15))", "timeout"),
+    "CPU time of many processes": ("import os\nfor n in range(3): os.fork()\nwhile True: pass", "timeout"),
+    "endless output": ("while True: print('x' * 1000)", "output_limit"),
+    "endless errors": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output_limit"),
     "endless output of many processes": (
         "import os\nfor n in range(3): os.fork()\nwhile True: os.write(1, b'x' * 4096)",
         "output_limit",
-        None,
     ),
-    "a line of 20 MB": ("print('x' * 20_000_000)", "output_limit", None),
-    "filling /tmp": (
-        "n = 0\nwhile True:\n    open(str(n), 'wb').write(b'x' * (1 << 20))\n    n += 1",
-        "user_error",
-        None,
-    ),
-    "one large file": ("open('x', 'wb').write(b'x' * (9 << 20))", "user_error", None),
-    "a million empty files": ("n = 0\nwhile True:\n    open(str(n), 'w').close()\n    n += 1", "user_error", None),
-    "deep folders": ("import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')", "user_error", None),
-    "filling /dev/shm": ("open('/dev/shm/x', 'wb').write(b'x' * (64 << 20))", "user_error", None),
-    "filling the root": ("open('/x', 'w')", "user_error", None),
-    "filling /dev": ("open('/dev/x', 'w')", "user_error", None),
-    "too many descriptors": ("import os\nwhile True: os.dup(0)", "user_error", None),
+    "a line of 20 MB": ("print('x' * 20_000_000)", "output_limit"),
+    "filling /tmp": ("n = 0\nwhile True:\n    open(str(n), 'wb').write(b'x' * (1 << 20))\n    n += 1", "user_error"),
+    "one large file": ("open('x', 'wb').write(b'x' * (9 << 20))", "user_error"),
+    "a million empty files": ("n = 0\nwhile True:\n    open(str(n), 'w').close()\n    n += 1", "user_error"),
+    "deep folders": ("import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')", "user_error"),
+    "filling /dev/shm": ("open('/dev/shm/x', 'wb').write(b'x' * (64 << 20))", "user_error"),
+    "filling the root": ("open('/x', 'w')", "user_error"),
+    "filling /dev": ("open('/dev/x', 'w')", "user_error"),
+    "too many descriptors": ("import os\nwhile True: os.dup(0)", "user_error"),
     "zip bomb": (
         "import zlib\nb = zlib.compress(bytes(1 << 28)); x = [zlib.decompress(b) for _ in range(9)]",
         "memory",
-        None,
     ),
-    "pickle bomb": (
-        "import pickle\npickle.loads(b\"cbuiltins\\neval\\n(S'bytearray(1 << 40)'\\ntR.\")",
-        "memory",
-        None,
-    ),
-    "deep recursion": ("def f(): f()\nf()", "user_error", None),
+    "pickle bomb": ("import pickle\npickle.loads(b\"cbuiltins\\neval\\n(S'bytearray(1 << 40)'\\ntR.\")", "memory"),
+    "deep recursion": ("def f(): f()\nf()", "user_error"),
     "deep recursion without a limit": (
         "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(x): f([x])\nf(0)",
         "user_error memory timeout",
-        None,
     ),
     "deep recursion in C": (
         "import sys\nsys.setrecursionlimit(10 ** 9)\nx = []\nfor n in range(10 ** 6): x = [x]\nrepr(x)",
         "user_error timeout",  # a segmentation fault, after some seconds
-        None,
     ),
-    "deeply nested code": ("eval('(' * 10000 + ')' * 10000)", "user_error memory", None),
+    "deeply nested code": ("eval('(' * 10000 + ')' * 10000)", "user_error memory"),
     # Odd endings and forged results
     "sys.exit": ("import sys\nsys.exit()", "ok", ""),
     "exit()": ("exit()", "ok", ""),
-    "sys.exit with a code": ("import sys\nsys.exit(7)", "user_error", None),
-    "os._exit": ("import os\nos._exit(3)", "user_error", None),
-    "abort": ("import os\nos.abort()", "user_error", None),
-    "segmentation fault": ("import ctypes\nctypes.string_at(0)", "user_error", None),
+    "sys.exit with a code": ("import sys\nsys.exit(7)", "user_error"),
+    "os._exit": ("import os\nos._exit(3)", "user_error"),
+    "abort": ("import os\nos.abort()", "user_error"),
+    "segmentation fault": ("import ctypes\nctypes.string_at(0)", "user_error"),
     "illegal instruction through ctypes": (
         "import ctypes\nctypes.memset(ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value, 0, 4096)",
         "user_error",
-        None,
     ),
-    "closed descriptors": ("import os\nos.closerange(0, 1000)\nprint('x')", "user_error", None),
+    "closed descriptors": ("import os\nos.closerange(0, 1000)\nprint('x')", "user_error"),
     "duplicated descriptors": (
         "import os\nos.dup2(0, 1); os.dup2(1, 2)\nfor n in range(3, 60): os.dup2(0, n)",
         "ok",
@@ -151,30 +121,22 @@ ATTACKS = {
     "a forged status in the output": (
         'print(\'{"status": "sandbox_failure"}\\nMemoryError: more than 512 MiB.\')\nraise SystemExit(1)',
         "user_error",
-        None,
     ),
     "an exception that cannot be printed": (
         "class E(Exception):\n    def __str__(self): raise SystemExit(0)\nraise E",
         "user_error",
-        None,
     ),
-    "an exception with a huge message": ("raise ValueError('x' * 10 ** 7)", "user_error", None),
+    "an exception with a huge message": ("raise ValueError('x' * 10 ** 7)", "user_error"),
     "the runner's own functions": (
         "import sys\nf = sys._getframe(1)\nf.f_globals['os']._exit = f.f_globals['child'] = None",
         "ok user_error",
-        None,
     ),
-    "a hanging atexit handler": ("import atexit, time\natexit.register(time.sleep, 60)", "timeout", None),
-    "a hanging thread": (
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
-        "timeout",
-        None,
-    ),
+    "a hanging atexit handler": ("import atexit, time\natexit.register(time.sleep, 60)", "timeout"),
+    "a hanging thread": ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()", "timeout"),
     "stopping itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nprint('on')", "ok", "on"),
     "stopping a child and waiting": (
         "import os, signal\npid = os.fork()\nif pid == 0: os.kill(os.getpid(), signal.SIGSTOP)\nos.waitpid(pid, 0)",
         "timeout",
-        None,
     ),
     # Reaching other processes
     "signals to every process": (
@@ -205,12 +167,8 @@ ATTACKS = {
         "ok",
         "done",
     ),
-    "another program": ("import os\nos.execv('/python/bin/python', ['python'])", "user_error", None),
-    "subprocess": (
-        "import subprocess\nsubprocess.run(['/python/bin/python', '-c', '1'], check=True)",
-        "user_error",
-        None,
-    ),
+    "another program": ("import os\nos.execv('/python/bin/python', ['python'])", "user_error"),
+    "subprocess": ("import subprocess\nsubprocess.run(['/python/bin/python', '-c', '1'], check=True)", "user_error"),
     # Reading what is not its own
     "/etc/passwd": (absent("/etc/passwd"), "ok", "refused"),
     "/etc/shadow": (absent("/etc/shadow"), "ok", "refused"),
@@ -233,7 +191,7 @@ ATTACKS = {
     "the environment of process 1": (absent("/proc/1/environ"), "ok", "refused"),
     "command lines": ("import os\nprint(os.path.exists('/proc'), os.path.exists('/sys'))", "ok", "False False"),
     "its own memory file": (absent("/proc/self/mem"), "ok", "refused"),
-    "/proc/sys": ("open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')", "user_error", None),
+    "/proc/sys": ("open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')", "user_error"),
     "/sys": (absent("/sys/kernel/notes"), "ok", "refused"),
     "disks": (
         absent("/dev/vda") + "\n" + absent("/dev/sda") + "\n" + absent("/dev/mem"),
@@ -251,10 +209,10 @@ ATTACKS = {
         "/ False",
     ),
     "a file handle of the host": (refused("syscall(303, -100, b'/', 0, 0, 0)"), "ok", "refused"),
-    "packages that are not allowed": ("import torch", "user_error", None),
-    "pip": ("import pip", "user_error", None),
-    "changing a package": ("import sympy\nopen(sympy.__file__, 'a').write('x')", "user_error", None),
-    "changing the runner": ("open('/python/runner.py', 'a').write('x')", "user_error", None),
+    "packages that are not allowed": ("import torch", "user_error"),
+    "pip": ("import pip", "user_error"),
+    "changing a package": ("import sympy\nopen(sympy.__file__, 'a').write('x')", "user_error"),
+    "changing the runner": ("open('/python/runner.py', 'a').write('x')", "user_error"),
     # Kernel interfaces
     "mount": (refused("mount(b'none', b'/tmp', b'tmpfs', 0, 0)"), "ok", "refused"),
     "umount": (refused("umount2(b'/tmp', 2)"), "ok", "refused"),
@@ -283,15 +241,13 @@ ATTACKS = {
         "m.write(bytes.fromhex('b814000000cd80c3'))  # mov eax, 20; int 0x80; ret\n"
         "print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))())",
         "user_error",
-        None,
     ),
     "more resources": (
         "import resource\nresource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))",
         "user_error",
-        None,
     ),
-    "other cores": ("import os\nos.sched_setaffinity(0, {0})", "user_error", None),
-    "the clock": ("import time\ntime.clock_settime(time.CLOCK_REALTIME, 0)", "user_error", None),
+    "other cores": ("import os\nos.sched_setaffinity(0, {0})", "user_error"),
+    "the clock": ("import time\ntime.clock_settime(time.CLOCK_REALTIME, 0)", "user_error"),
     "the host's name": (
         "import os, socket\nprint(os.uname().nodename)\nsocket.sethostname('x')",
         "user_error",
@@ -307,9 +263,9 @@ ATTACKS = {
         "ok",
         "",
     ),
-    "a pair of sockets": ("import socket\nsocket.socketpair()", "user_error", None),
-    "DNS": ("import socket\nsocket.getaddrinfo('example.org', 80)", "user_error", None),
-    "http": ("import urllib.request\nurllib.request.urlopen('http://127.0.0.1:PORT')", "user_error", None),
+    "a pair of sockets": ("import socket\nsocket.socketpair()", "user_error"),
+    "DNS": ("import socket\nsocket.getaddrinfo('example.org', 80)", "user_error"),
+    "http": ("import urllib.request\nurllib.request.urlopen('http://127.0.0.1:PORT')", "user_error"),
     # Strange programs
     "empty code": ("", "ok", ""),
     "10 MB of code": ("x = 1\n" * (10 << 20 >> 3), "user_error", ""),
@@ -317,12 +273,12 @@ ATTACKS = {
     "NUL bytes": ("print(1)\0print(2)", "user_error", ""),
     "lone surrogates in the code": ("print('\ud800')", "user_error", ""),
     "lone surrogates in the output": ("print(chr(0xd800))", "user_error", ""),
-    "binary output": ("import os\nos.write(1, bytes(range(256)))", "ok", None),
-    "control output": ("print('\\x1b[2J\\x07\\x08\\x00')", "ok", None),
-    "input()": ("input()", "user_error", None),
+    "binary output": ("import os\nos.write(1, bytes(range(256)))", "ok"),
+    "control output": ("print('\\x1b[2J\\x07\\x08\\x00')", "ok"),
+    "input()": ("input()", "user_error"),
     "a syntax error": ("print(", "user_error", ""),
     "a program that is no text": ("\x00\x01\x02\ufffe", "user_error", ""),
-    "breakpoint()": ("breakpoint()", "user_error", None),
+    "breakpoint()": ("breakpoint()", "user_error"),
 }
 
 
@@ -336,7 +292,7 @@ def sandbox():
 
 @pytest.fixture(scope="module")
 def server():
-    """A server on this machine's loopback that counts its visitors."""
+    """Runs a server on the loopback interface that counts its visitors."""
     visitors = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -352,25 +308,20 @@ def server():
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_there_are_at_least_40_attacks():
-    assert len(ATTACKS) >= 40
-
-
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_ends_with_its_status_and_leaves_nothing(name, sandbox, server):
-    program, statuses, output = ATTACKS[name]
+    program, statuses, *output = ATTACKS[name]
     port, visitors = server
     before, limits = descendants(os.getpid()), limits_for(statuses)
     result = sandbox.run(program.replace("PORT", str(port)), limits)
     assert result.status in statuses.split(), result
-    if output is not None:
-        assert result.stdout.strip() == output
+    assert [result.stdout.strip()] == output or not output
     if result.status != "ok":
         assert result.error
     assert "s3cr3t" not in result.text and not visitors
     assert len(result.stdout) <= limits.output_characters + 30 and len(result.error) <= limits.output_characters + 100
     assert all(c.isprintable() or c in "\n\t\N{REPLACEMENT CHARACTER}" for c in result.text)
-    assert descendants(os.getpid()) == before  # the broker, bubblewrap and the runner: no more, no fewer, the same
+    assert descendants(os.getpid()) == before  # exactly the same broker, bubblewrap and runner
 
 
 def test_the_sandbox_still_works_after_the_attacks(sandbox):
@@ -394,8 +345,8 @@ def ordinary():
      "unshare", "signals to every process", "/proc/sys", "home"],
 )  # fmt: skip
 def test_an_attack_ends_the_same_when_an_ordinary_user_runs_the_sandbox(name, ordinary):
-    program, statuses, output = ATTACKS[name]
+    program, statuses, *output = ATTACKS[name]
     assert ordinary.uid == OrdinaryUser.UID
     status, stdout = ordinary.run(program, limits_for(statuses))
     assert status in statuses.split()
-    assert output is None or stdout.strip() == output
+    assert [stdout.strip()] == output or not output

@@ -1,7 +1,6 @@
-"""A long random mix of good and hostile programs leaves no process, file, descriptor or growing memory behind.
+"""Tests that a long random mix of good and hostile programs leaves no process, file, descriptor or memory behind.
 
-500 calls in the suite; OTB_SOAK_CALLS=5000 python -m pytest tests/sandbox/test_sandbox_soak.py is the long form
-(minutes).
+The suite runs 500 calls; OTB_SOAK_CALLS=5000 python -m pytest tests/sandbox/test_sandbox_soak.py runs for minutes.
 """
 
 import os
@@ -46,7 +45,7 @@ def proportional_bytes(pids):
 
 
 def run_mixed(sandbox, chosen):
-    """Those that end by themselves and those that run into the limit of time, with limits of their own, at once."""
+    """Runs programs that end and programs that exceed the time limit, each kind with its own limits, in parallel."""
     endless = [(program, statuses) for _, program, statuses in chosen if "timeout" in statuses]
     ending = [(program, statuses) for _, program, statuses in chosen if "timeout" not in statuses]
     with ThreadPoolExecutor(2) as threads:
@@ -75,7 +74,7 @@ def test_a_mix_of_good_and_hostile_programs_leaves_nothing_behind():
             for (program, statuses), result in run_mixed(sandbox, draw.choices(PROGRAMS, weights, k=50)):
                 assert result.status in statuses.split(), (program, result)
             assert [parts[0], *descendants(parts[0])] == parts
-            # The broker answers before it closes what was the call's. Fewer: this process collects others' garbage.
+            # <= because garbage collection may close more. The broker answers before it closes the call's descriptors.
             wait_for(lambda: all(now <= then for now, then in zip(descriptors(), before, strict=True)))
             if done >= 100:  # the first calls fill caches
                 memory.append(proportional_bytes(parts))

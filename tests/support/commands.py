@@ -39,7 +39,7 @@ PRELOAD = [
     "experiments.evaluate",
     "experiments.evaluation.evaluator",
     "experiments.evaluation.accuracy_table",
-    "experiments.running.warm_starting",
+    "experiments.running.make_policy",
     "tests.support.parity_task",
     "tests.support.commands",
     "tests.support.fork_server",  # the last one
@@ -146,6 +146,13 @@ def run(given: list[str], log: Path, **options) -> tuple[int, str]:
     return process.exitcode, log.read_bytes()[before:].decode()
 
 
+def done(given: list[str], log: Path, **options) -> str:
+    """`run` -> what it printed. Raises AssertionError where the command fails."""
+    code, printed = run(given, log, **options)
+    assert code == 0, printed
+    return printed
+
+
 def join(process: multiprocessing.Process) -> None:
     """Waits for the end. Raises AssertionError where it does not come."""
     process.join(PATIENCE_SECONDS)
@@ -170,6 +177,14 @@ def kill(process: multiprocessing.Process) -> None:
     join(process)
 
 
+def kill_at(moment: str, given: list[str], log: Path, folder: Path, **options) -> None:
+    """The command, killed at a moment of tests/support/holds.py. folder: in which it and the test leave files."""
+    hold = holds.Hold(folder, moment)
+    process = start(given, log, **options, **hold.environment)
+    hold.wait(process)
+    kill(process)
+
+
 def run_command_line(
     given: list[str], cwd: Path = ROOT, script: str = "run", **environment
 ) -> subprocess.CompletedProcess:
@@ -180,10 +195,7 @@ def run_command_line(
 
 
 def run_light(given: list[str], cwd: Path = ROOT, script: str = "run", **environment) -> subprocess.CompletedProcess:
-    """`run_command_line` for what has to answer at once. Raises AssertionError where it imports a library of HEAVY.
-
-    benchmarks/startup.py measures the seconds.
-    """
+    """`run_command_line` for what has to answer at once. Raises AssertionError where it imports a library of HEAVY."""
     done = run_command_line(given, cwd, script, PYTHONPROFILEIMPORTTIME="1", **environment)
     lines = done.stderr.splitlines(keepends=True)
     imports = [line for line in lines if line.startswith("import time:")]

@@ -22,15 +22,27 @@ from otb.methods.improvement import PolicyImprovement
 from otb.methods.schedules import LengthTriggeredDecay
 from otb.methods.token_weights import TokenWeights
 from otb.score_norms import log_sum_squared_probs, logit_gradient_proxy
-from tests.support.improvement_updates import WatchedTrainer
-from tests.support.trainers import KeptSteps, RecordingTrainer, byte_reward, config, dataset, group_gradients, method_of
+from tests.support.improvement_updates import WatchedTrainer, weights_of
+from tests.support.trainers import KeptSteps, group_gradients, method_of, trained
 
 
-class RankTrainer(RecordingTrainer):
+def trained_here(kind, policy: str, output: str, options: dict, **given):
+    """A trainer of a class after its training; 6 rollouts a rank in groups of 4. given: its further arguments."""
+    shape = dict(per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    return trained(kind, output, model, tokenizer, given=given, **(shape | options))
+
+
+def leave(trainer, output: str, **found) -> None:
+    """Writes what this rank found."""
+    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+
+
+class RankTrainer(OTBTrainer):
     """Writes this rank's own rows: w per own token from full logits, reward, and the advantages that OTB gave them."""
 
     def _generate_and_score_completions(self, inputs):
-        output = super(RecordingTrainer, self)._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(inputs)
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
         attention = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
         mask = output["completion_mask"].bool()
@@ -73,19 +85,10 @@ class KeepingProbe(EnergyProbe):
 
 def probe(policy: str, output: str) -> None:
     """Two steps with an energy probe; each rank writes what it saw, its state and its weights."""
-    options = dict(max_steps=2, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
-    trainer = OTBTrainer(
-        AutoModelForCausalLM.from_pretrained(policy),
-        byte_reward,
-        config(output, save_strategy="steps", save_steps=2, **options),
-        dataset(),
-        processing_class=AutoTokenizer.from_pretrained(policy),
-        baseline=KeepingProbe(group_correction=True),
-    )
-    trainer.train()
-    weights = torch.cat([p.detach().flatten() for p in trainer.accelerator.unwrap_model(trainer.model).parameters()])
-    found = {"kept": trainer.baseline.kept, "state": trainer.baseline.state_dict(), "weights": weights}
-    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+    options = dict(max_steps=2, save_strategy="steps", save_steps=2, baseline=KeepingProbe(group_correction=True))
+    trainer = trained_here(OTBTrainer, policy, output, options)
+    state = trainer.baseline.state_dict()
+    leave(trainer, output, kept=trainer.baseline.kept, state=state, weights=weights_of(trainer))
 
 
 class NoiseTrainer(OTBTrainer):
@@ -100,15 +103,8 @@ class NoiseTrainer(OTBTrainer):
 
 def noise(policy: str, output: str) -> None:
     """One step of two micro-batches a rank, of two groups each."""
-    options = dict(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=4)
-    trainer = NoiseTrainer(
-        AutoModelForCausalLM.from_pretrained(policy),
-        byte_reward,
-        config(output, measure_gradient_noise=True, ddp_find_unused_parameters=False, **options),
-        dataset(),
-        processing_class=AutoTokenizer.from_pretrained(policy),
-    )
-    trainer.train()
+    options = dict(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    trainer = trained_here(NoiseTrainer, policy, output, options | {"measure_gradient_noise": True})
     if trainer.accelerator.is_main_process:
         Path(output, "metrics.json").write_text(json.dumps(trainer.state.log_history[0]))
 
@@ -129,35 +125,18 @@ class RatioTrainer(OTBTrainer):
 
 def copied(policy: str, output: str) -> None:
     """Four steps with a bfloat16 copy that samples, and a learning rate that follows the lengths."""
-    options = dict(max_steps=4, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
-    options |= dict(sampler_dtype="bfloat16", vllm_importance_sampling_mode="token_truncate")
-    trainer = RatioTrainer(
-        AutoModelForCausalLM.from_pretrained(policy),
-        byte_reward,
-        config(output, **options),
-        dataset(),
-        processing_class=AutoTokenizer.from_pretrained(policy),
-        lr_schedule=LengthTriggeredDecay(warmup=0, baseline_steps=1, ratio=1.001, period_factor=0.5),
-    )
-    trainer.train()
-    found = {"ratios": trainer.ratios, "rows": trainer.state.log_history[:4]}
-    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+    options = dict(max_steps=4, sampler_dtype="bfloat16", vllm_importance_sampling_mode="token_truncate")
+    schedule = LengthTriggeredDecay(warmup=0, baseline_steps=1, ratio=1.001, period_factor=0.5)
+    trainer = trained_here(RatioTrainer, policy, output, options, lr_schedule=schedule)
+    leave(trainer, output, ratios=trainer.ratios, rows=trainer.state.log_history[:4])
 
 
 def otb(policy: str, output: str) -> None:
     """One step whose second group has two rollouts on either rank."""
-    # 6 rollouts a rank in groups of 4
-    options = dict(max_steps=1, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
-    RankTrainer(
-        AutoModelForCausalLM.from_pretrained(policy),
-        byte_reward,
-        config(output, **options),
-        dataset(),
-        processing_class=AutoTokenizer.from_pretrained(policy),
-    ).train()
+    trained_here(RankTrainer, policy, output, {"max_steps": 1})
 
 
-class WeighingTrainer(RecordingTrainer):
+class WeighingTrainer(OTBTrainer):
     """Keeps what each step weighed this rank's own rows by, with the running mean that it began with."""
 
     def __init__(self, *args, **kwargs):
@@ -173,45 +152,24 @@ class WeighingTrainer(RecordingTrainer):
         lists = {"own": own, "signals": signals, "rewards": rewards, "advantages": output["advantages"]}
         self.kept.append(lists | {"state": state})
 
-    def _generate_and_score_completions(self, inputs):
-        return super(RecordingTrainer, self)._generate_and_score_completions(inputs)
-
 
 def weights(policy: str, output: str) -> None:
     """Three steps with ARCA and the running mean; each rank writes what it kept, and its weights."""
-    options = dict(max_steps=3, per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
-    trainer = WeighingTrainer(
-        AutoModelForCausalLM.from_pretrained(policy),
-        byte_reward,
-        config(output, save_strategy="steps", save_steps=3, **options),
-        dataset(),
-        processing_class=AutoTokenizer.from_pretrained(policy),
-        baseline=rloo,
-        token_weights=TokenWeights("arca", normalise="running"),
-        peft_config=LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False),
-    )
-    trainer.train()
-    trained = [p for p in trainer.accelerator.unwrap_model(trainer.model).parameters() if p.requires_grad]
-    found = {"kept": trainer.kept, "weights": torch.cat([p.detach().flatten() for p in trained])}
-    found["state"] = trainer.token_weights.state_dict()
-    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+    options = dict(max_steps=3, save_strategy="steps", save_steps=3, baseline=rloo)
+    arca = TokenWeights("arca", normalise="running")
+    adapter = LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
+    trainer = trained_here(WeighingTrainer, policy, output, options, token_weights=arca, peft_config=adapter)
+    state = trainer.token_weights.state_dict()
+    leave(trainer, output, kept=trainer.kept, weights=weights_of(trainer), state=state)
 
 
 def improvement(policy: str, output: str) -> None:
     """Four steps with improvement updates on two micro-batches of a rank; plain gradient steps, advantages scaled."""
-    options = dict(max_steps=4, per_device_train_batch_size=3, gradient_accumulation_steps=2, num_generations=4)
-    options |= dict(optim="sgd", learning_rate=3.0, max_grad_norm=0.0, ddp_find_unused_parameters=False)
-    trainer = WatchedTrainer(
-        AutoModelForCausalLM.from_pretrained(policy),
-        byte_reward,
-        config(output, save_strategy="steps", save_steps=4, **options),
-        dataset(),
-        processing_class=AutoTokenizer.from_pretrained(policy),
-        improvement=PolicyImprovement("shuffled", window=2, cap=3.0, advantages="scaled"),
-    )
-    trainer.train()
-    found = {"updates": trainer.updates, "scaled": trainer.scaled, "kept": trainer.watched._kept}
-    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+    options = dict(max_steps=4, per_device_train_batch_size=3, gradient_accumulation_steps=2, optim="sgd")
+    options |= dict(learning_rate=3.0, max_grad_norm=0.0, save_strategy="steps", save_steps=4)
+    pipo = PolicyImprovement("shuffled", window=2, cap=3.0, advantages="scaled")
+    trainer = trained_here(WatchedTrainer, policy, output, options, improvement=pipo)
+    leave(trainer, output, updates=trainer.updates, scaled=trainer.scaled, kept=trainer.watched._kept)
 
 
 class ToldTrainer(OTBTrainer):
@@ -232,20 +190,12 @@ class ToldTrainer(OTBTrainer):
 
 def head(policy: str, output: str, rollouts: int = 6) -> None:
     """Four updates on two batches with a head whose loss is weighted by lambda. rollouts: of this process."""
-    options = dict(max_steps=4, num_iterations=2, per_device_train_batch_size=rollouts, num_generations=4)
-    trainer = ToldTrainer(
-        AutoModelForCausalLM.from_pretrained(policy),
-        byte_reward,
-        config(output, ddp_find_unused_parameters=False, loss_type="dapo", **options),
-        dataset(),
-        processing_class=AutoTokenizer.from_pretrained(policy),
-        auxiliary=MultiTokenPrediction("occ", ratio_to="head"),
-    )
-    trainer.train()
+    options = dict(max_steps=4, num_iterations=2, per_device_train_batch_size=rollouts, loss_type="dapo")
+    occ = MultiTokenPrediction("occ", ratio_to="head")
+    trainer = trained_here(ToldTrainer, policy, output, options, auxiliary=occ)
     modules = (trainer.accelerator.unwrap_model(trainer.model), method_of(trainer, AuxiliaryHead).head)
-    found = {"weights": [torch.cat([p.detach().flatten() for p in module.parameters()]) for module in modules]}
-    found["rows"] = trainer.state.log_history[:4]
-    torch.save(found, Path(output, f"rank{trainer.accelerator.process_index}.pt"))
+    flat = [torch.cat([p.detach().flatten() for p in module.parameters()]) for module in modules]
+    leave(trainer, output, weights=flat, rows=trainer.state.log_history[:4])
 
 
 if __name__ == "__main__":

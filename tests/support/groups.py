@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 
+import numpy as np
 import torch
 
 from otb.rollouts import RolloutGroups, TokenStates
@@ -78,3 +79,14 @@ def learned(baseline, steps=3, **options):
     for step in range(steps):
         baseline.update(seen_by(baseline, random_groups(seed=100 + step, **options)))
     return baseline
+
+
+def least_squares(x, reward, w, rollouts: int, pseudo_rollouts: float):
+    """argmin sum w (R - a - b . x)^2 + pseudo_rollouts / rollouts sum w |b * spread|^2 -> b, a."""
+    mean = np.average(x, axis=0, weights=w)
+    spread = np.sqrt(np.average((x - mean) ** 2, axis=0, weights=w))
+    z = np.column_stack([(x - mean) / spread, np.ones(len(x))])
+    penalty = np.sqrt(pseudo_rollouts * w.sum() / rollouts) * np.eye(z.shape[1])[:-1]  # the intercept is free
+    rows = np.concatenate([z * np.sqrt(w)[:, None], penalty])
+    fit = np.linalg.lstsq(rows, np.concatenate([reward * np.sqrt(w), np.zeros(len(penalty))]), rcond=None)[0]
+    return fit[:-1] / spread, fit[-1] - (fit[:-1] / spread) @ mean

@@ -10,9 +10,10 @@ from tests.support.commands import ROOT
 RECIPES = {path.stem: path for path in sorted((ROOT / "conf" / "experiment").glob("*.yaml"))}
 
 
-def composed(*overrides: str):
+def composed(*overrides: str, command: str | None = "config"):
+    """The configuration of a command; command=None composes groups alone, chosen as `+task=NAME`."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", overrides=list(overrides), return_hydra_config=True)
+        return compose(command, overrides=list(overrides), return_hydra_config=command == "config")
 
 
 def runs_of(cfg) -> list[list[str]]:

@@ -41,7 +41,6 @@ DRIVER = """
 import json, os, sys
 from otb.sandbox import Limits, Result
 from otb.sandbox.bubblewrap import Bubblewrap
-from otb.sandbox.bubblewrap import Bubblewrap
 with Bubblewrap(workers=2) as sandbox:
     print(json.dumps(os.getuid()), flush=True)
     for line in sys.stdin:
@@ -143,14 +142,7 @@ class OrdinaryUser:
             "LD_LIBRARY_PATH": "/mnt/python/lib",
             "PATH": os.environ["PATH"],
         }
-        words = [
-            "unshare",
-            "--mount",
-            "sh",
-            "-c",
-            f'{mounts} && cd /mnt && exec {uid} {python} -B -c "$0"',
-            DRIVER,
-        ]
+        words = ["unshare", "--mount", "sh", "-c", f'{mounts} && cd /mnt && exec {uid} {python} -B -c "$0"', DRIVER]
         self.process = subprocess.Popen(
             words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -2,6 +2,7 @@
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 
 from otb import OTBConfig, OTBTrainer
 from otb.baselines.otb import otb
@@ -148,3 +149,12 @@ def log_probs_of(model, batch, temperature) -> torch.Tensor:
     logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float() / temperature
     logits = logits[:, -batch["completion_ids"].shape[1] :]
     return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+def with_adapter(model):
+    """The model with LoRA on all its linear layers, whose B are not the zeros that would leave half of the score 0."""
+    wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
+    return wrapped.eval()

@@ -230,7 +230,7 @@ def test_a_killed_process_is_started_again_in_the_same_job(sweeps):
 
 
 def test_a_sweep_submitted_twice_runs_once(sweeps):
-    assert "3 of 3 runs sent" in sweeps["first"] and "0 of 3 runs sent" in sweeps["main"].stdout
+    assert "3 of 3 runs submitted" in sweeps["first"] and "0 of 3 runs submitted" in sweeps["main"].stdout
     assert len(list((sweeps["runs_dir"] / "main" / "submissions").iterdir())) == 1
 
 
@@ -248,12 +248,12 @@ def test_a_finished_sweep_is_not_sent_again(cluster, policy, sweeps):
     seeds = f"seed={','.join(map(str, SEEDS))}"
     done = cluster.sweep(sweeps["runs_dir"], f"model.name={policy}", "sweep=main", seeds)
     assert done.returncode == 0, done.stderr
-    assert "0 of 3 runs sent" in done.stdout and done.stdout.count("finished") == 3
+    assert "0 of 3 runs submitted" in done.stdout and done.stdout.count("finished") == 3
 
 
 def test_a_bad_configuration_fails_alone_with_its_reason_and_is_not_retried(cluster, sweeps):
     """One is refused before it is sent, one by its own process, when it has read its data."""
-    assert "2 of 4 runs sent" in sweeps["mixed"].stdout and "2 refused" in sweeps["mixed"].stdout
+    assert "2 of 4 runs submitted" in sweeps["mixed"].stdout and "2 refused" in sweeps["mixed"].stdout
     folder = sweeps["runs_dir"] / "mixed"
     assert sorted(job["starts"] for job in job_files(folder)) == [0, 0, 1, 1]
     assert sum((job["error"] or "").endswith("Try prompts_per_step=2.") for job in job_files(folder)) == 1
@@ -278,7 +278,7 @@ def test_a_cancelled_job_is_not_requeued(cluster, sweeps):
 
 def test_what_failed_can_be_sent_again_as_it_was_sent(cluster, sweeps):
     """Several processes train one run, once the cause has gone."""
-    assert "1 runs sent as job" in sweeps["resubmitted"][1]
+    assert "1 runs submitted as job" in sweeps["resubmitted"][1]
     code, printed = cluster.status(sweeps["runs_dir"] / "ranks")
     assert code == 0 and "1 done" in printed, printed
     (job,) = job_files(sweeps["runs_dir"] / "ranks")
@@ -294,7 +294,6 @@ def test_a_run_on_two_nodes_is_that_of_as_many_processes_on_one(sweeps):
 
 
 def test_two_hundred_runs_are_sent_as_one_array_without_torch(cluster, tmp_path):
-    """benchmarks/startup.py has the seconds."""
     seeds = ",".join(map(str, range(50)))
     code = (
         "import sys; from experiments.run import command_line\n"
@@ -305,13 +304,13 @@ def test_two_hundred_runs_are_sent_as_one_array_without_torch(cluster, tmp_path)
     words += [f"runs_dir={tmp_path}/runs", "+hydra.launcher.additional_parameters.hold=true", "sweep=large"]
     printed = cluster.command(sys.executable, "-c", code, *words)
     cluster.command("scancel", "--me")
-    assert "200 of 200 runs sent as job" in printed and printed.endswith("False False False\n")
+    assert "200 of 200 runs submitted as job" in printed and printed.endswith("False False False\n")
     assert "," not in printed.split("as job ")[1].split(",")[0]
 
 
 def test_queued_runs_use_the_code_that_was_submitted(cluster, sweeps):
     (job,) = job_files(sweeps["runs_dir"] / "held")
-    assert "1 of 1 runs sent" in sweeps["held"]
+    assert "1 of 1 runs submitted" in sweeps["held"]
     assert RunDirectory(job["run"]).status()["state"] == "finished", job
 
 

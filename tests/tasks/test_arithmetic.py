@@ -1,44 +1,28 @@
-"""The arithmetic task: disjoint sets, a reward that junk cannot break, demonstrations whose errors ramble."""
+"""Tests the arithmetic task: disjoint sets, a reward that junk cannot break, demonstrations that ramble."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from pathlib import Path
 from statistics import mean, pstdev
 
 import pytest
-import yaml
-from hydra import compose, initialize_config_dir
 
 from experiments.running.build import build
 from otb.policies.tiny_policy import build_tokenizer
 from otb.tasks.arithmetic import Arithmetic, boxed_integer, running_totals
-from tests.support.commands import ROOT
+from tests.support.recipes import composed
 
 
 def says(*contents) -> list[dict]:
     return [{"role": "assistant", "content": content} for content in contents]
 
 
-def prompts(rows) -> set[str]:
-    return {row["prompt"][-1]["content"] for row in rows}
-
-
-def test_train_evaluation_and_demonstrations_share_no_problem():
-    task = Arithmetic(train_prompts=4096, eval_prompts=1024)
-    train, evaluation = prompts(task.train_dataset()), prompts(task.eval_dataset())
-    shown = {chat[0]["content"] for chat in task.demonstrations(seed=0, n=5000)}
-    other = prompts(Arithmetic(train_prompts=500, eval_prompts=500, seed=1).train_dataset())
-    assert (len(train), len(evaluation)) == (4096, 1024)
-    assert not train & evaluation and not train & shown and not evaluation & shown and not other & evaluation
-
-
 def test_datasets_follow_from_the_seed_and_carry_the_right_answers():
     task = Arithmetic(train_prompts=50, eval_prompts=20)
     rows = task.train_dataset().to_list()
-    assert rows == task.train_dataset().to_list()
-    assert rows != Arithmetic(train_prompts=50, seed=1).train_dataset().to_list()
+    assert (len(rows), len(task.eval_dataset())) == (50, 20)
+    other = Arithmetic(train_prompts=50, seed=1).train_dataset().to_list()
+    assert rows != other
     assert all(int(row["answer"]) == eval(row["prompt"][0]["content"]) for row in rows)
 
 
@@ -83,20 +67,6 @@ def test_a_negative_answer_is_read():
     assert boxed_integer(says("\\boxed{-3}")) == -3
 
 
-def test_demonstrations_are_a_stream_of_their_seed():
-    task = Arithmetic()
-    assert task.demonstrations(seed=0, n=5) == task.demonstrations(seed=0, n=50)[:5]
-    assert task.demonstrations(seed=0, n=5) != task.demonstrations(seed=1, n=5)
-
-
-def test_careful_demonstrations_are_right_and_noisy_ones_are_right_in_half_to_three_quarters():
-    task = Arithmetic()
-    for noise, low, high in ((0.0, 1.0, 1.0), (1.0, 0.5, 0.75)):
-        chats = task.demonstrations(seed=0, n=1000, noise=noise)
-        right = task.reward([chat[1:] for chat in chats], [str(running_totals(c[0]["content"])[-1]) for c in chats])
-        assert low <= mean(right) <= high
-
-
 def test_wrong_demonstrations_ramble_and_all_fit_the_length_limit_but_a_few():
     task, tokenizer = Arithmetic(), build_tokenizer()
     chats = task.demonstrations(seed=0, n=1000)
@@ -108,23 +78,15 @@ def test_wrong_demonstrations_ramble_and_all_fit_the_length_limit_but_a_few():
     assert mean(n > task.max_completion_length for n in tokens) < 0.1
 
 
-def test_yaml_holds_the_defaults_of_the_signature():
-    values = yaml.safe_load((Path(__file__).parents[2] / "conf/task/arithmetic.yaml").read_text())
-    assert values.pop("_target_") == "otb.tasks.arithmetic.Arithmetic"
-    assert values.pop("instruction").startswith("${unless_tiny:")
-    values["instruction"] = None  # that of model=tiny
-    assert values == {name: p.default for name, p in inspect.signature(Arithmetic).parameters.items()}
-
-
 @pytest.mark.parametrize("task", ["arithmetic", "arithmetic_tools"])
 def test_models_other_than_the_tiny_one_are_told_what_a_sum_asks_for(task):
-    """The tiny policy's prompts are the bare sums that they always were; a run and its evaluation agree."""
-    tasks = {}
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        for model in ("tiny", "smollm2-135m"):
-            for command in ("config", "evaluate", "variance"):
-                tasks[model, command] = build(compose(command, [f"model={model}", f"task={task}"]), "task")
-        none = build(compose("config", ["model=smollm2-135m", f"task={task}", "task.instruction=null"]), "task")
+    """Prompts of the tiny policy are bare sums; a run and its evaluation agree."""
+    tasks = {
+        (model, command): build(composed(f"model={model}", f"task={task}", command=command), "task")
+        for model in ("tiny", "smollm2-135m")
+        for command in ("config", "evaluate", "variance")
+    }
+    none = build(composed("model=smollm2-135m", f"task={task}", "task.instruction=null"), "task")
     tiny, told = tasks["tiny", "config"], tasks["smollm2-135m", "config"]
     assert tiny == tasks["tiny", "evaluate"] == none and told == tasks["smollm2-135m", "evaluate"]
     assert tiny == tasks["tiny", "variance"] and told == tasks["smollm2-135m", "variance"]

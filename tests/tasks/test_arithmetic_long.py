@@ -1,18 +1,15 @@
-"""The long arithmetic tasks: stages that go wrong and are mended, lengths with a tail, replies as Python gives them."""
+"""Tests the long arithmetic tasks: mistakes and repairs, lengths with a tail, replies that equal Python's."""
 
-import inspect
 import re
 from statistics import mean
 
 import pytest
-import yaml
-from hydra import compose, initialize_config_dir
 
 from experiments.running.build import build
 from otb.policies.tiny_policy import build_tokenizer
 from otb.tasks.arithmetic_long import ArithmeticLong, terms_of
 from otb.tasks.arithmetic_long_tools import ArithmeticLongTools
-from tests.support.commands import ROOT
+from tests.support.recipes import composed
 
 SHOWN = 600
 TASKS = {"arithmetic_long": ArithmeticLong, "arithmetic_long_tools": ArithmeticLongTools}
@@ -93,20 +90,11 @@ def test_python_replies_to_a_demonstrated_call_what_python_would():
                 calls += 1
     assert SHOWN / 2 < calls < 3 * SHOWN
     most = max(sum("tool_calls" in message for message in chat) for chat in chats)
-    assert most == ArithmeticLongTools().max_turns - 2  # so that a turn is left when the last one answers
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_yaml_holds_the_defaults_of_the_signature(name):
-    values = yaml.safe_load((ROOT / f"conf/task/{name}.yaml").read_text())
-    assert values.pop("_target_") == f"otb.tasks.{name}.{TASKS[name].__name__}"
-    values["instruction"] = None  # that of model=tiny
-    assert values == {key: p.default for key, p in inspect.signature(TASKS[name]).parameters.items()}
+    assert most == ArithmeticLongTools().max_turns - 2  # leaves a turn for the answer
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_models_other_than_the_tiny_one_are_told_what_the_letters_ask_for(name):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        tiny, other = (build(compose("config", [f"model={m}", f"task={name}"]), "task") for m in ("tiny", "hub"))
+    tiny, other = (build(composed(f"model={model}", f"task={name}"), "task") for model in ("tiny", "hub"))
     bare, told = (task.eval_dataset()[0]["prompt"][-1]["content"] for task in (tiny, other))
     assert told == f"{bare}\n\n{other.instruction}"

@@ -1,4 +1,4 @@
-"""Grading: extraction, the table of pairs, outcomes kept apart, hostile input bounded, the real references."""
+"""Tests grading: extraction, a table of pairs, distinct outcomes, bounded time on hostile input, real references."""
 
 import json
 import os
@@ -176,14 +176,14 @@ def test_the_shortcut_for_numbers_agrees_with_math_verify():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The pairs that math-verify is asked about."""
+    """Returns the list to which every pair sent to math-verify is added."""
     pairs, compare = [], grading._pool.compare
     monkeypatch.setattr(grading._pool, "compare", lambda *pair: pairs.append(pair) or compare(*pair))
     return pairs
 
 
 def test_plain_answers_are_graded_without_math_verify(asked):
-    # Responses of 30 KB, about 8192 tokens, full of braces before the final box; benchmarks/grading.py times them.
+    # Responses of 30 KB, about 8192 tokens, full of braces before the final box.
     texts = ["\\frac{1}{2} + " * 2_300 + f"\\boxed{{{i}}}" for i in range(64)]
     grades = grade_batch(texts, [f"{i}.0" for i in range(64)])
     assert all(found.outcome is Outcome.CORRECT for found in grades) and asked == []
@@ -205,7 +205,7 @@ def test_plain_answers_are_graded_without_math_verify(asked):
 def test_hostile_text_of_100_kb_is_refused_in_linear_time_and_without_math_verify(text, asked):
     started = time.process_time()
     found = grade(text, "5", marker="Answer:")
-    # Time of the processor, measured 0.01 s; in time that grows with the square of the text it would be minutes.
+    # CPU time, measured as 0.01 s; quadratic time would take minutes.
     assert time.process_time() - started < 5.0
     assert found.outcome is Outcome.UNPARSABLE and asked == []
 
@@ -254,12 +254,12 @@ def test_grading_works_in_threads_and_in_a_forked_process():
 
 
 def cpu(pid: int) -> float:
-    """Seconds of the processor that a process has used."""
+    """Returns the CPU seconds that a process has used."""
     return psutil.Process(pid).cpu_times().user
 
 
 def wait_until_at_work(pid: int, done: float) -> None:
-    """Returns when a grader process is in the middle of a comparison: it has computed since it had used `done`."""
+    """Waits until a grader process is in the middle of a comparison: it has used more CPU seconds than `done`."""
     wait_for(lambda: cpu(pid) > done + 0.05)
 
 
@@ -302,7 +302,7 @@ def _shared_data() -> Path:
 
 
 def _column(file: str, *keys: str) -> list:
-    """A column of a jsonl or parquet file; further keys reach into nested cells."""
+    """Returns a column of a jsonl or parquet file; further keys select nested cells."""
     path = _shared_data() / file
     if path.suffix == ".jsonl":
         rows = [json.loads(line) for line in path.read_text().splitlines()]

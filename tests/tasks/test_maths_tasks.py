@@ -1,4 +1,4 @@
-"""Maths tasks: row formats, prompts, splits, errors before a model loads, rewards, provenance; and prefetching."""
+"""Tests maths tasks: row formats, prompts, splits, errors before a model loads, rewards, provenance, prefetching."""
 
 import hashlib
 import json
@@ -8,18 +8,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
+from datasets.load import CachedDatasetModuleFactory
+from datasets.naming import camelcase_to_snakecase
+from huggingface_hub.file_download import repo_folder_name
+from hydra.utils import instantiate
 
+from experiments.prefetch import main
 from otb.tasks.columns import prompt_messages, reference
 from otb.tasks.duplicates import first_of_equal
 from otb.tasks.loading import refuse_absent
 from otb.tasks.maths import BOXED, Maths, last_assistant_text
 from otb.tasks.sources import Source
+from tests.support.commands import ROOT
+from tests.support.recipes import composed
 from tests.support.waiting import PATIENCE_SECONDS
 
-ROOT = Path(__file__).parents[2]
-CONF = ROOT / "conf"
 TASKS = ["gsm8k", "math500", "aime24", "aime25", "amc23", "math_lvl3to5", "dapo_math"]
 TASKS += ["dpao_filter", "dpao_aime24", "dpao_aime25"]
 
@@ -33,9 +42,7 @@ VERL = [{"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"grou
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    """Data sets prepared by a test stay in its folder."""
-    import datasets
-
+    """Keeps data sets that a test prepares in the test's folder."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -52,7 +59,7 @@ def gsm8k_folder(folder: Path, rows: list[dict] = GSM8K) -> Path:
 
 
 def task(path, **arguments) -> Maths:
-    """A GSM8K-like task with some arguments replaced."""
+    """Returns a GSM8K-like task with some arguments replaced."""
     usual = dict(
         name="little",
         question_column="question",
@@ -63,14 +70,6 @@ def task(path, **arguments) -> Maths:
         eval_split="test",
     )
     return Maths(path=str(path), **(usual | arguments))
-
-
-def composed(*overrides: str):
-    """The task node of the shipped configuration files."""
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(CONF), version_base=None):
-        return compose(overrides=[override.replace("task=", "+task=", 1) for override in overrides]).task
 
 
 def test_rows_of_gsm8k_become_prompts_and_answers(tmp_path):
@@ -84,8 +83,6 @@ def test_rows_of_gsm8k_become_prompts_and_answers(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "saved"])
 def test_rows_are_the_same_in_every_file_format(tmp_path, suffix):
-    from datasets import Dataset, DatasetDict
-
     rows = Dataset.from_list(GSM8K)
     folder = tmp_path / "rows"
     folder.mkdir()
@@ -186,90 +183,89 @@ def test_rewards_come_from_the_last_assistant_message_alone(tmp_path):
     assert little.reward([own], answer=["\\text{(E)},"]) == [None]
 
 
-def broken(folder: Path, case: str) -> Maths:
-    """A task that has to be refused."""
-    good = gsm8k_folder(folder / "gsm8k")
-    unanswered = [*GSM8K, {"question": "What?", "answer": ""}, {"question": "Why?", "answer": "no mark"}]
-    (folder / "empty").mkdir()
-    (folder / "empty.jsonl").write_text("")
-    (folder / "half.jsonl").write_text('{"question": "a", "ans')
-    (folder / "notes.md").write_text("text")
-    (folder / "header.csv").write_text("question,answer\n")
-    verl = dict(question_column="prompt", answer_after=None, eval_split=None)
-    makers = {
-        "missing path": lambda: task(folder / "gsm9k"),
-        "no near miss": lambda: task(folder / "zzz" / "deep"),
-        "no data files": lambda: task(folder / "empty"),
-        "empty file": lambda: task(folder / "empty.jsonl", eval_split=None),
-        "no rows": lambda: task(folder / "header.csv", eval_split=None),
-        "half a file": lambda: task(folder / "half.jsonl", eval_split=None),
-        "unknown suffix": lambda: task(folder / "notes.md", eval_split=None),
-        "missing split": lambda: task(good, train_split="training"),
-        "several splits": lambda: task(good, train_split="only", eval_split=None),
-        "missing column": lambda: task(good, question_column="problem"),
-        "missing nested column": lambda: task(
-            write_jsonl(folder / "verl.jsonl", VERL), answer_column="reward_model.answer", **verl
-        ),
-        "unanswered rows": lambda: task(write_jsonl(folder / "un.jsonl", unanswered), eval_split=None),
-        "no answer at all": lambda: task(good, answer_after="Answer:", drop_unanswered=True),
-        "answer of a wrong type": lambda: task(
-            write_jsonl(folder / "list.jsonl", [{"question": "a", "answer": ["1", "2"]}]), eval_split=None
-        ),
-        "prompt that ends with the assistant": lambda: task(
-            write_jsonl(
-                folder / "ends.jsonl",
-                [{"prompt": [{"role": "assistant", "content": "Hm"}], "answer": "1"}],
-            ),
-            answer_column="answer",
-            **verl,
-        ),
-        "no training rows": lambda: task(good, train_split=None),
-        "no path": lambda: Maths("little", None, "question", "answer", 64),
-        "zero rows": lambda: task(good, max_eval_rows=0),
-        "same split": lambda: task(good, eval_split="train"),
-        "two evaluations": lambda: task(good, evaluation=task(good)),
-        "hub id not cached": lambda: task("some-org/some-set", config="main", revision="v2"),
-    }
-    return makers[case]()
+REFUSED = {  # case: (makes the task in a folder that has gsm8k/, what its refusal says)
+    "missing path": (lambda folder, good: task(folder / "gsm9k"), ["gsm9k", "does not exist", "gsm8k", "Did you mean"]),
+    "no near miss": (lambda folder, good: task(folder / "zzz" / "deep"), ["zzz", "does not exist", "hub id"]),
+    "no data files": (
+        lambda folder, good: task(folder / "empty"),
+        ["folder without data files", "nothing", ".jsonl"],
+    ),
+    "empty file": (lambda folder, good: one_file(folder, "a.jsonl", ""), ["a.jsonl", "at least one row"]),
+    "no rows": (lambda folder, good: one_file(folder, "a.csv", "question,answer\n"), ["a.csv", "no row", "as csv"]),
+    "half a file": (
+        lambda folder, good: one_file(folder, "a.jsonl", '{"question": "a", "ans'),
+        ["a.jsonl", "no row that can be read as json", "complete"],
+    ),
+    "unknown suffix": (lambda folder, good: one_file(folder, "notes.md", "text"), [".md", ".parquet"]),
+    "missing split": (lambda folder, good: task(good, train_split="training"), ["no split 'training'", "test, train"]),
+    "several splits": (
+        lambda folder, good: task(good, train_split="only", eval_split=None),
+        ["several splits", "test, train"],
+    ),
+    "missing column": (
+        lambda folder, good: task(good, question_column="problem"),
+        ["'problem'", "answer, question", "task.question_column"],
+    ),
+    "missing nested column": (
+        lambda folder, good: verl(folder, VERL, answer_column="reward_model.answer"),
+        ["reward_model.answer", "reward_model.ground_truth"],
+    ),
+    "unanswered rows": (
+        lambda folder, good: of_rows(folder, [*GSM8K, {"question": "What?", "answer": ""}, UNMARKED]),
+        ["2 of 5 rows", "row 3", "task.drop_unanswered=true"],
+    ),
+    "no answer at all": (
+        lambda folder, good: task(good, answer_after="Answer:", drop_unanswered=True),
+        ["None of the 3 rows", "Answer:"],
+    ),
+    "answer of a wrong type": (
+        lambda folder, good: of_rows(folder, [{"question": "a", "answer": ["1", "2"]}]),
+        ["list", "string or a number"],
+    ),
+    "prompt that ends with the assistant": (
+        lambda folder, good: verl(folder, [{"prompt": [{"role": "assistant", "content": "Hm"}], "answer": "1"}]),
+        ["'assistant'", "user's"],
+    ),
+    "no training rows": (lambda folder, good: task(good, train_split=None), ["train_split=null", "evaluation"]),
+    "no path": (
+        lambda folder, good: Maths("little", None, "question", "answer", 64),
+        ["path=null", "task.path=FOLDER"],
+    ),
+    "zero rows": (lambda folder, good: task(good, max_eval_rows=0), ["max_eval_rows=0", "Try"]),
+    "same split": (lambda folder, good: task(good, eval_split="train"), ["training rows", "train_split=null"]),
+    "two evaluations": (
+        lambda folder, good: task(good, evaluation=task(good)),
+        ["one of them", "task.eval_split=null"],
+    ),
+    "hub id not cached": (
+        lambda folder, good: task("some-org/some-set", config="main", revision="v2"),
+        ["experiments/prefetch.py --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
+    ),
+}
+UNMARKED = {"question": "Why?", "answer": "no mark"}
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("missing path", ["gsm9k", "does not exist", "gsm8k", "Did you mean"]),
-        ("no near miss", ["zzz", "does not exist", "hub id"]),
-        ("no data files", ["folder without data files", "nothing", ".jsonl"]),
-        ("empty file", ["empty.jsonl", "at least one row"]),
-        ("no rows", ["header.csv", "no row", "as csv"]),
-        ("half a file", ["half.jsonl", "no row that can be read as json", "complete"]),
-        ("unknown suffix", [".md", ".parquet"]),
-        ("missing split", ["no split 'training'", "test, train"]),
-        ("several splits", ["several splits", "test, train"]),
-        ("missing column", ["'problem'", "answer, question", "task.question_column"]),
-        ("missing nested column", ["reward_model.answer", "reward_model.ground_truth"]),
-        ("unanswered rows", ["2 of 5 rows", "row 3", "task.drop_unanswered=true"]),
-        ("no answer at all", ["None of the 3 rows", "Answer:"]),
-        ("answer of a wrong type", ["list", "string or a number"]),
-        ("prompt that ends with the assistant", ["'assistant'", "user's"]),
-        ("no training rows", ["train_split=null", "evaluation"]),
-        ("no path", ["path=null", "task.path=FOLDER"]),
-        ("zero rows", ["max_eval_rows=0", "Try"]),
-        ("same split", ["training rows", "train_split=null"]),
-        ("two evaluations", ["one of them", "task.eval_split=null"]),
-        (
-            "hub id not cached",
-            ["experiments/prefetch.py --dataset some-org/some-set --config main --revision v2", "HF_HUB_OFFLINE"],
-        ),
-    ],
-)
-def test_bad_input_is_refused_with_value_rule_and_fix(tmp_path, monkeypatch, case, words):
-    import datasets
-    import huggingface_hub
+def one_file(folder: Path, name: str, text: str) -> Maths:
+    (folder / name).write_text(text)
+    return task(folder / name, eval_split=None)
 
+
+def of_rows(folder: Path, rows: list[dict], **arguments) -> Maths:
+    return task(write_jsonl(folder / "rows.jsonl", rows), eval_split=None, **arguments)
+
+
+def verl(folder: Path, rows: list[dict], **arguments) -> Maths:
+    return of_rows(folder, rows, question_column="prompt", answer_after=None, **arguments)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_with_value_rule_and_fix(tmp_path, monkeypatch, case):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    (tmp_path / "empty").mkdir()
+    make, words = REFUSED[case]
     with pytest.raises(ValueError) as refused:
-        broken(tmp_path, case).train_dataset()
+        make(tmp_path, gsm8k_folder(tmp_path / "gsm8k")).train_dataset()
     message = str(refused.value)
     assert all(word in message for word in words), message
     assert len(message) < 700 and "\n" not in message
@@ -294,7 +290,7 @@ def test_evaluation_on_the_file_that_is_trained_on_is_refused(tmp_path):
 
 
 def test_repeated_rows_are_one_row_the_first_of_them(tmp_path):
-    """The last row is the first one again, once its blanks are gone; the same question with another answer stays."""
+    """The last row equals the first except for blanks; the same question with another answer is kept."""
     again = {"question": " Two and two?", "answer": "#### 4"}
     other = {"question": "Two and two?", "answer": "#### four"}
     path = write_jsonl(tmp_path / "rows.jsonl", [*GSM8K, GSM8K[1], other, GSM8K[1], again])
@@ -306,7 +302,7 @@ def test_repeated_rows_are_one_row_the_first_of_them(tmp_path):
 
 
 def test_first_rows_of_any_columns_are_those_of_a_naive_loop():
-    """Chats of different lengths, missing cells on every level, numbers; in chunks."""
+    """Rows have chats of different lengths, missing cells at every level, and numbers; tables have several chunks."""
     draw = random.Random(3)
 
     def cell(depth: int):
@@ -329,12 +325,11 @@ def test_first_rows_of_any_columns_are_those_of_a_naive_loop():
     assert first_of_equal([chats, answers]).tolist() == first
 
 
-# ---- sets whose files do not tell their splits
+# ---- sets whose file names do not show their splits
 
 
 def dpao_folder(folder: Path) -> Path:
-    """The layout of DPAO_filter: parts that disagree in a side column, and two test files."""
-    import pyarrow.parquet as pq
+    """Returns a folder like DPAO_filter: parts that differ in an unused column, and two test files."""
 
     def write(name: str, questions: list[str], side: list) -> None:
         rows = {
@@ -354,12 +349,10 @@ def dpao_folder(folder: Path) -> Path:
 
 
 def test_files_that_disagree_in_side_columns_are_read_and_test_files_are_told_apart(tmp_path):
-    from hydra.utils import instantiate
-
     folder = dpao_folder(tmp_path / "dpao")
     paths = [f"task.path={folder}", f"task.evaluation.path={folder}"]
     for overrides, evaluated in (([], "4"), (["task@task.evaluation=dpao_aime25"], "5")):
-        dpao = instantiate(composed("task=dpao_filter", *paths, *overrides))
+        dpao = instantiate(composed("+task=dpao_filter", *paths, *overrides, command=None).task)
         assert dpao.train_dataset()["answer"][:] == ["1", "2", "3"]
         assert dpao.eval_dataset()["answer"][:] == [evaluated]
     found = dpao.provenance()
@@ -368,8 +361,6 @@ def test_files_that_disagree_in_side_columns_are_read_and_test_files_are_told_ap
 
 
 def test_files_of_a_hub_id_are_fetched_alone_and_their_commit_is_kept(tmp_path, monkeypatch):
-    import huggingface_hub
-
     commit, asked = "0123456789" * 4, []
     snapshot = dpao_folder(tmp_path / commit)
 
@@ -392,7 +383,7 @@ def test_files_of_a_hub_id_are_fetched_alone_and_their_commit_is_kept(tmp_path, 
         task("some-org/some-set", **arguments, revision="nowhere").eval_dataset()
     with pytest.raises(ValueError, match=r"no data files .* that match files='test/\*.csv'.*correct task.files"):
         task("some-org/some-set", **(arguments | {"files": "test/*.csv"})).eval_dataset()
-    with pytest.raises(ValueError, match="which are one split.*Try task.eval_split=null"):
+    with pytest.raises(ValueError, match="which form one split.*Try task.eval_split=null"):
         task("some-org/some-set", files="train/*")
 
 
@@ -407,9 +398,6 @@ def test_a_path_that_exists_wins_over_a_hub_id_and_a_misspelt_relative_path_is_n
 
 @pytest.mark.parametrize("hub_id", ["someone/MySet-17k_Processed", "MATH-500"])
 def test_offline_a_hub_id_is_absent_until_datasets_has_prepared_it(hub_id, tmp_path, monkeypatch):
-    from datasets.load import CachedDatasetModuleFactory
-    from datasets.naming import camelcase_to_snakecase
-
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     (tmp_path / "someone___other").mkdir()
@@ -420,12 +408,10 @@ def test_offline_a_hub_id_is_absent_until_datasets_has_prepared_it(hub_id, tmp_p
     folder = "___".join(filter(None, [owner, camelcase_to_snakecase(name)]))
     (tmp_path / folder / "default" / "0.0.0" / "1a2b").mkdir(parents=True)
     refuse_absent(Source(hub_id, "train"))
-    assert CachedDatasetModuleFactory(hub_id, cache_dir=str(tmp_path)).get_module()  # where it looks itself
+    assert CachedDatasetModuleFactory(hub_id, cache_dir=str(tmp_path)).get_module()  # where `datasets` itself looks
 
 
 def test_offline_files_of_a_hub_id_are_absent_until_they_are_in_the_cache_of_the_hub(tmp_path, monkeypatch):
-    from huggingface_hub.file_download import repo_folder_name
-
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     source = Source("someone/some-set", "only", files="train/*")
@@ -458,18 +444,15 @@ def test_local_rows_never_touch_the_network(tmp_path):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_file_names_only_arguments_that_exist(name):
-    from hydra.utils import instantiate
-
     keys = ["task.path=elsewhere/set", "task.revision=v1", "task.max_eval_rows=8", "task.drop_unanswered=true"]
-    node = composed(f"task={name}", *keys)
-    built = instantiate(node)
+    built = instantiate(composed(f"+task={name}", *keys, command=None).task)
     assert (built.name, built.path, built.environment) == (name, "elsewhere/set", None)
     assert built.evaluation is None or built.evaluation.eval_split == "only"
 
 
 def test_the_evaluation_task_is_chosen_on_the_command_line():
-    assert composed("task=dapo_math").evaluation.name == "aime24"
-    assert composed("task=dapo_math", "task@task.evaluation=math500").evaluation.name == "math500"
+    assert composed("+task=dapo_math", command=None).task.evaluation.name == "aime24"
+    assert composed("+task=dapo_math", "task@task.evaluation=math500", command=None).task.evaluation.name == "math500"
 
 
 @pytest.mark.parametrize(
@@ -484,14 +467,12 @@ def test_the_evaluation_task_is_chosen_on_the_command_line():
     ],
 )
 def test_real_rows_load_through_the_shipped_task_files(name, evaluation, train_rows, eval_rows):
-    from hydra.utils import instantiate
-
     shared = os.environ.get("OTB_SHARED")
     if not shared:
         pytest.skip("OTB_SHARED is not set: the folder whose data/ holds gsm8k, math500, aime24, ...")
     paths = [f"task.path={shared}/data/{name}"]
     paths += [f"task.evaluation.path={shared}/data/{evaluation}"] if evaluation else []
-    real = instantiate(composed(f"task={name}", *paths))
+    real = instantiate(composed(f"+task={name}", *paths, command=None).task)
     rows = real.eval_dataset()
     assert len(rows) == eval_rows
     if train_rows:
@@ -504,9 +485,8 @@ def test_real_rows_load_through_the_shipped_task_files(name, evaluation, train_r
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub that records what is fetched from it, and has nothing named `absent/...`."""
+    """Returns a list of everything fetched from a fake hub, which has nothing named `absent/...`."""
     import datasets
-    import huggingface_hub
 
     fetched = []
 
@@ -527,8 +507,6 @@ def hub(monkeypatch):
 
 
 def test_prefetch_downloads_data_set_and_model(hub, capsys):
-    from experiments.prefetch import main
-
     assert main(["--dataset", "openai/gsm8k", "--config", "main", "--model", "a/b", "--model-revision", "v1"]) == 0
     assert hub == [("dataset", "openai/gsm8k", "main", None), ("model", "a/b", "v1")]
     assert "train 3 rows" in capsys.readouterr().out
@@ -537,8 +515,6 @@ def test_prefetch_downloads_data_set_and_model(hub, capsys):
 
 
 def test_prefetch_fetches_all_that_a_task_reads(hub, tmp_path, monkeypatch, capsys):
-    from experiments.prefetch import main
-
     snapshot, files = dpao_folder(tmp_path / "snapshot"), []
     (snapshot / "test" / "aime24.parquet").unlink()
     monkeypatch.setattr("otb.tasks.loading._fetched_files", lambda source: files.append(source) or snapshot)
@@ -555,8 +531,6 @@ def test_prefetch_fetches_all_that_a_task_reads(hub, tmp_path, monkeypatch, caps
 
 
 def test_prefetch_reports_what_it_could_not_fetch_and_goes_on(hub, capsys):
-    from experiments.prefetch import main
-
     assert main(["--model", "absent/model", "--dataset", "openai/gsm8k"]) == 1
     assert [kind for kind, *_ in hub] == ["dataset"]
     message = capsys.readouterr().err
@@ -565,8 +539,6 @@ def test_prefetch_reports_what_it_could_not_fetch_and_goes_on(hub, capsys):
 
 
 def test_prefetch_is_refused_offline(hub, monkeypatch, capsys):
-    from experiments.prefetch import main
-
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["--model", "a/b"]) == 1
     assert hub == [] and "HF_HUB_OFFLINE=0" in capsys.readouterr().err
@@ -576,15 +548,13 @@ def test_prefetch_is_refused_offline(hub, monkeypatch, capsys):
     ("arguments", "fix"),
     [
         ([], "Give --task NAME, --dataset ID or --model ID"),
-        (["--model", "a/b", "--config", "main"], "Give --dataset ID too"),
-        (["--model", "a/b", "--files", "train/*"], "Give --dataset ID too"),
+        (["--model", "a/b", "--config", "main"], "Also give --dataset ID"),
+        (["--model", "a/b", "--files", "train/*"], "Also give --dataset ID"),
         (["--task", "math50"], "Did you mean math500?"),
         (["--model", "a/b", "--dataset", "c/d", "--revision", "v1"], "--model-revision"),
     ],
 )
 def test_prefetch_refuses_arguments_that_do_not_fit(arguments, fix, capsys):
-    from experiments.prefetch import main
-
     with pytest.raises(SystemExit) as refused:
         main(arguments)
     assert refused.value.code == 2 and fix in capsys.readouterr().err

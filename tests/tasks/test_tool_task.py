@@ -1,16 +1,13 @@
-"""The Python environment, the tools task of the tiny policy, and maths tasks with turns: before any training."""
+"""Tests the Python environment, the tiny policy's task with tools, and maths tasks with turns, without training."""
 
 import inspect
 import json
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from statistics import mean
 
 import pytest
-import yaml
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from transformers.utils import get_json_schema
 from trl.chat_template_utils import parse_response
@@ -21,14 +18,14 @@ from otb.tasks.arithmetic import Arithmetic, running_totals
 from otb.tasks.arithmetic_tools import ArithmeticTools
 from otb.tasks.maths import Maths
 from otb.tasks.python_tool import MALFORMED, NO_OUTPUT, PythonTool, ToolUse
+from tests.support.commands import ROOT
+from tests.support.recipes import composed
 from tests.support.tool_trainers import FakeSandbox
 from tests.support.waiting import PATIENCE_SECONDS
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def rewards(task, chats):
-    """Of demonstrations, by the task's own reward."""
+    """Returns the task's rewards of its own demonstrations."""
     answers = [str(running_totals(chat[1]["content"])[-1]) for chat in chats]
     return task.reward([chat[2:] for chat in chats], answers)
 
@@ -84,12 +81,6 @@ def test_python_is_the_only_tool_and_describes_itself():
 
 
 # ---- arithmetic with tools
-
-
-def test_careful_demonstrations_are_right_and_noisy_ones_in_half_to_three_quarters():
-    task = ArithmeticTools()
-    for noise, low, high in ((0.0, 1.0, 1.0), (1.0, 0.5, 0.75)):
-        assert low <= mean(rewards(task, task.demonstrations(seed=0, n=1000, noise=noise))) <= high
 
 
 def test_demonstrations_mix_mental_steps_and_calls_and_calls_are_right_more_often():
@@ -157,14 +148,6 @@ def test_problems_are_those_of_arithmetic():
     assert tools.eval_dataset().to_list() == plain.eval_dataset().to_list()
 
 
-def test_yaml_holds_the_defaults_of_the_signature():
-    values = yaml.safe_load((ROOT / "conf/task/arithmetic_tools.yaml").read_text())
-    assert values.pop("_target_") == "otb.tasks.arithmetic_tools.ArithmeticTools"
-    assert values.pop("instruction").startswith("${unless_tiny:")
-    values["instruction"] = None  # that of model=tiny
-    assert values == {name: p.default for name, p in inspect.signature(ArithmeticTools).parameters.items()}
-
-
 @pytest.mark.parametrize(
     "build", [ArithmeticTools, partial(Maths, "m", "x", "question", "answer", max_completion_length=64)]
 )
@@ -181,8 +164,7 @@ def test_one_turn_is_refused_as_it_could_call_and_never_answer(build):
     [("gsm8k_tools", 5), ("dapo_math_tools", 5), ("dpao_filter_tools", 5), ("math_lvl3to5_tools", 5), ("gsm8k", None)],
 )
 def test_maths_tasks_with_turns_have_the_environment(name, turns):
-    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        task = instantiate(compose(overrides=[f"+task={name}"]).task)
+    task = instantiate(composed(f"+task={name}", command=None).task)
     assert (task.name, task.max_turns) == (name, turns)
     assert task.environment is (PythonTool if turns else None)
 
@@ -190,8 +172,7 @@ def test_maths_tasks_with_turns_have_the_environment(name, turns):
 def test_gsm8k_with_tools_tells_the_policy_of_python_and_grades_its_last_words(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "3+4?", "answer": "#### 7"}) + "\n")
-    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        task = instantiate(compose(overrides=["+task=gsm8k_tools", f"task.path={tmp_path}"]).task)
+    task = instantiate(composed("+task=gsm8k_tools", f"task.path={tmp_path}", command=None).task)
     system, user = task.train_dataset()[0]["prompt"]
     assert "python" in system["content"] and "\\boxed" in user["content"]
     box, call = "\\boxed{7}", {"role": "assistant", "content": "", "tool_calls": [{}]}

@@ -106,9 +106,9 @@ def test_what_changes_the_distribution_that_is_sampled_from_is_refused(args, sai
     ("baseline", "said"),
     [
         (partial(otb, tail="cary"), "tail=cary is not one of zero, own, carry. Try tail=zero."),
-        (partial(otb, tails="own"), "tails=own is no argument of otb. It has: tail, eps."),
-        (partial(partial(otb, tails="own"), tail="own"), "tails=own is no argument of otb."),
-        (partial(grpo, epz=1e-6), "epz=1e-06 is no argument of grpo. It has: "),
+        (partial(otb, tails="own"), "tails=own is not an argument of otb, which takes: tail, eps."),
+        (partial(partial(otb, tails="own"), tail="own"), "tails=own is not an argument of otb, which takes: "),
+        (partial(grpo, epz=1e-6), "epz=1e-06 is not an argument of grpo, which takes: "),
     ],
 )
 def test_arguments_that_a_baseline_does_not_take_are_refused_before_the_model_loads(baseline, said):
@@ -131,7 +131,7 @@ Scaled.__call__.__annotations__["by"] = "Literal['reward'] | NameOfItsModule"
 )
 def test_whatever_may_be_called_like_a_baseline_is_taken(baseline):
     refuse_arguments(baseline)
-    with pytest.raises(ValueError, match="bye=1 is no argument of Scaled. It has: by."):
+    with pytest.raises(ValueError, match="bye=1 is not an argument of Scaled, which takes: by."):
         refuse_arguments(partial(Scaled(), bye=1))
 
 

@@ -159,6 +159,6 @@ def test_two_trainers_given_one_probe_do_not_learn_from_each_other(tmp_path, unt
 
 
 def test_exact_norms_of_a_large_policy_are_refused_before_training(tmp_path, untrained, tokenizer, monkeypatch):
-    monkeypatch.setattr("otb.exact_norms.MOST_PARAMETERS", 1000)
-    with pytest.raises(ValueError, match="exact score norms are for 1 to 1,000"):
+    monkeypatch.setattr("otb.exact_norms.MAX_PARAMETERS", 1000)
+    with pytest.raises(ValueError, match="exact score norms work for 1 to 1,000"):
         recorded(tmp_path, untrained, tokenizer, baseline=ob_exact)

@@ -26,7 +26,7 @@ from otb.policies.supervised import Supervision, supervised
 from otb.training.options import Batches
 
 
-def warm_start(cfg: DictConfig, output: Path, step: Batches, record: dict) -> dict:
+def make_policy(cfg: DictConfig, output: Path, step: Batches, record: dict) -> dict:
     """Writes the policy to `output`, whole or not at all, and returns its record with what was measured.
 
     record: what is known already. Raises RunError where data, tokenizer or weights cannot be loaded.

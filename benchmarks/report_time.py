@@ -1,4 +1,4 @@
-"""Time and memory to make a report of a sweep: `python benchmarks/report.py [RUNS] [FOLDER]`, 1,000 runs by default.
+"""Time and memory to make the report of a sweep: `python benchmarks/report_time.py [RUNS=1000] [FOLDER]`.
 
 The sweep has 10 arms, 4 group sizes and as many seeds as the runs allow. Its runs are those of tests/data/runs, of 80
 steps, with other names, seeds and counts of tokens, so that no two runs share a point over tokens. The report is made
