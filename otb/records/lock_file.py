@@ -36,8 +36,13 @@ def is_here(holder: dict) -> bool:
 
 
 def has_process(holder: dict) -> bool:
-    """Tells whether the process of a holder on this machine exists. A recycled process id has another start time."""
+    """Tells whether the process of a holder on this machine still runs.
+
+    A recycled process id has another start time; a process that ended and that nobody has waited for writes nothing.
+    """
     try:
-        return abs(psutil.Process(holder["pid"]).create_time() - holder["process_started"]) < 1.0
+        process = psutil.Process(holder["pid"])
+        is_it = abs(process.create_time() - holder["process_started"]) < 1.0
+        return is_it and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, KeyError):
         return False
