@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axis import Axis
 from matplotlib.ticker import Formatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-NARROW = 5.0  # largest / smallest value below which powers of ten leave an axis without ticks
+NARROW = 10.0  # largest / smallest value below which powers of ten leave an axis without ticks
 
 
 class _PlainLog(LogLocator):

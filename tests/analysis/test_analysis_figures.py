@@ -22,6 +22,7 @@ from analysis.noise import power_per_run, variance
 from analysis.palette import rgb
 from analysis.report.drawing import Figure, draw
 from analysis.report.figures import MAIN_ARMS
+from analysis.report.sample_figures import run_of_a_mixed_group
 from analysis.runs.load import load
 from analysis.runs.samples import read_group, read_samples, sample_steps
 from analysis.stability import stability, stability_table
@@ -336,6 +337,13 @@ def test_a_group_whose_rewards_differ_is_read_from_an_earlier_step_where_the_las
     run = write_run(tmp_path)
     group().assign(step=60, reward=1.0).to_parquet(run / "rollouts" / "step-00000060.parquet")
     assert set(read_group(run).step) == {40} and set(read_group(run, 60).step) == {60}
+
+
+def test_the_run_whose_rewards_differ_is_the_one_that_is_drawn(tmp_path):
+    names = [write_run(tmp_path, seed=seed).name for seed in range(2)]
+    group().assign(reward=1.0).to_parquet(tmp_path / names[0] / "rollouts" / "step-00000040.parquet")
+    loaded = load(tmp_path, cache=False)
+    assert run_of_a_mixed_group(loaded, names) == names[1] and run_of_a_mixed_group(loaded, names[:1]) == names[0]
 
 
 def test_energy_against_reward_by_hand():
