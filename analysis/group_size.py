@@ -24,8 +24,8 @@ def final_accuracy(table: pd.DataFrame) -> pd.DataFrame:
     rows = table[table.evaluation_accuracy.notna()].sort_values(["run", "step"])
     keys = ["run", "baseline", "group_size", "seed"]
     whole = rows.groupby(keys, observed=True).evaluation_accuracy.agg(first="first", best="max", mean="mean")
-    ends = rows[rows.step > 0].groupby(keys, observed=True).evaluation_accuracy
-    ends = ends.agg(final=lambda values: values.iloc[-LAST:].mean(), averaged=lambda values: min(LAST, len(values)))
+    trained = rows[rows.step > 0].groupby(keys, observed=True).evaluation_accuracy
+    ends = trained.agg(final=lambda values: values.iloc[-LAST:].mean(), averaged=lambda values: min(LAST, len(values)))
     if ends.empty:
         raise RunError("No run was evaluated after step 0, so no final accuracy is known. Set evaluation.every=10.")
     return whole.join(ends, how="inner").reset_index()

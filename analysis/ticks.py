@@ -13,7 +13,7 @@ class _PlainLog(LogLocator):
 
     def tick_values(self, vmin: float, vmax: float):
         """Returns the ticks from vmin to vmax; matplotlib calls it with the limits of the view."""
-        low, high = sorted((vmin, vmax))
+        low, high = min(vmin, vmax), max(vmin, vmax)
         if low > 0 and high / low < NARROW:
             ticks = MaxNLocator(5).tick_values(low, high)
             return ticks[ticks > 0]

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.planning.architectures import FOLDER, architecture_of
 from experiments.planning.memory import Step, moments
-from experiments.running.hardware import gpu_memory, visible_gpus
+from experiments.running.devices import gpu_memory, visible_gpus
 from otb import OTBConfig, OTBTrainer
 from otb.methods import Method
 from otb.policies.tiny_policy import build_tokenizer

@@ -19,9 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.evaluation.command import check_files, plan
-from experiments.running.build import opened_sandbox
+from experiments.running.build import opened
 from experiments.running.command_line import CONF, ending_at_once, exit_codes, refusals, run_hydra
-from experiments.running.hardware import check_gpus, start_processes, starts_processes
+from experiments.running.processes import start_processes, starts_processes
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="evaluate")
@@ -29,7 +29,6 @@ def main(cfg: DictConfig) -> None:
     # Unresolved, because `task.path=data/${task.name}` refers to keys of this project, not of Hydra.
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     with refusals():
-        check_gpus(cfg)
         processes = cfg.gpus if starts_processes(cfg) else int(os.environ.get("WORLD_SIZE", 1))
         wanted = plan(cfg, overrides, HydraConfig.get().runtime.choices["task"], processes)
         samples = cfg.watch or wanted.pending()
@@ -37,10 +36,10 @@ def main(cfg: DictConfig) -> None:
             check_files(wanted)
         start_processes(cfg, __file__, sys.argv[1:])
         if samples:
-            with opened_sandbox(wanted.with_tools()) as sandbox:
+            with opened(wanted.sandbox):
                 from experiments.evaluation.evaluator import evaluate  # takes seconds: torch, transformers, trl
 
-                evaluate(wanted, sandbox)
+                evaluate(wanted)
         if int(os.environ.get("RANK", 0)) == 0:
             from experiments.evaluation.accuracy_table import report
 

@@ -17,7 +17,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.checks import check, check_parallel_and_sampler
+from experiments.checks import check
+from experiments.checks.trainer import check_parallel_and_sampler
 from experiments.planning.estimate_table import print_plan
 from experiments.planning.fit import processes_of, step_of
 from experiments.planning.sizes import Plan, card_of, needs_scores, run_of, set_to, split_arguments

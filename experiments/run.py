@@ -22,11 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.checks import check
 from experiments.checks.files import check_files
-from experiments.running.build import opened_sandbox
+from experiments.checks.machine import check_this_machine
+from experiments.running.build import Run, opened
 from experiments.running.command_line import CONF, ending_at_once, exit_codes, refusals, run_hydra
 from experiments.running.environment import number_of_processes
-from experiments.running.hardware import check_gpus, check_this_machine, counted, start_processes, starts_processes
 from experiments.running.identity import difference, run_path, short_name
+from experiments.running.processes import counted, start_processes, starts_processes
 from experiments.running.run_lock import RunLock, held_by_this_run, restarts, started_by
 from experiments.running.warning_signal import Interrupted, listen, pass_on_ctrl_c
 from experiments.sweeps.jobs import JobFile, sweep_arguments
@@ -47,25 +48,22 @@ def main(cfg: DictConfig) -> None:
     if hydra_cfg.mode.name == "MULTIRUN":
         name = f"{hydra_cfg.job.num}: {short_name(cfg, choices)}"
         with failing_alone(name), JobFile(Path(hydra_cfg.sweep.dir), hydra_cfg.job.num, path):
-            check(cfg)
-            run(cfg, path, command, name)
+            run(check(cfg), path, command, name)
     else:
         with refusals():
-            check_gpus(cfg)
             if starts_processes(cfg):
-                check(cfg, cfg.gpus)  # what each of them would refuse, said once
+                planned = check(cfg, cfg.gpus)  # what each of them would refuse, said once
                 check_this_machine(cfg)
                 if not cfg.overwrite:
                     refuse_other_processes(RunDirectory(path), cfg, cfg.gpus)
                 if cfg.overwrite or RunDirectory(path).status().get("state") != "finished":
-                    check_files(cfg)
+                    check_files(cfg, planned.task, planned.held_out)
                 if "SLURM_JOB_ID" in os.environ:
                     listen(pass_on=True)
                 else:
                     pass_on_ctrl_c()
                 start_processes(cfg, __file__, sys.argv[1:])
-            check(cfg)
-            run(cfg, path, command)
+            run(check(cfg), path, command)
 
 
 @contextmanager
@@ -79,21 +77,21 @@ def failing_alone(name: str) -> Iterator[None]:
         print(f"{name}: {traceback.format_exc()}", file=sys.stderr)
 
 
-def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None) -> None:
-    """Starts, resumes, continues or skips the run at `path`, so that it stands at `cfg.steps`. Raises RunError.
+def run(wanted: Run, path: Path, command: list[str], name: str | None = None) -> None:
+    """Starts, resumes, continues or skips the run at `path` until it has done its steps. Raises RunError.
 
     name: what the lines of this run begin with in a sweep; None for a single run, which also gets a table at its end.
     """
     if "SLURM_JOB_ID" in os.environ:
         listen()
-    directory = RunDirectory(path)
+    cfg, directory = wanted.cfg, RunDirectory(path)
     is_main = int(os.environ.get("RANK", 0)) == 0
     anew = starts_anew(cfg, directory)
     if not anew and (step := step_finished(directory, cfg)):
         if is_main:
             print(f"{path}: finished at step {step}, nothing to do. steps=N continues it, overwrite=true starts anew.")
         return
-    check_files(cfg)
+    check_files(cfg, wanted.task, wanted.held_out)
     if is_main and anew:
         move_aside(directory)
     if is_main:
@@ -102,24 +100,25 @@ def run(cfg: DictConfig, path: Path, command: list[str], name: str | None = None
         if is_main:
             prepare(directory, cfg)
             print(f"run directory: {path}" if name is None else f"{name}: {path}", flush=True)
-        train_locked(cfg, directory, lock, command, name)
+        train_locked(wanted, directory, lock, command, name)
         if is_main:
             report(directory, cfg.steps, with_table=name is None)
     wait_for_the_others()
 
 
 def train_locked(
-    cfg: DictConfig, directory: RunDirectory, lock: RunLock | None, command: list[str], name: str | None
+    wanted: Run, directory: RunDirectory, lock: RunLock | None, command: list[str], name: str | None
 ) -> None:
     """Trains to the end, or notes in status.json why it did not. lock: None in all processes but the first."""
     from experiments.running.progress import Progress
 
+    cfg = wanted.cfg
     with Progress(cfg.steps, name=name, quiet=lock is None) as progress:
         try:
-            with opened_sandbox(cfg) as sandbox:
+            with opened(wanted.sandbox):
                 from experiments.running.train import train  # torch, transformers and trl: seconds, so only now
 
-                train(cfg, directory, lock, command, progress, sandbox)
+                train(wanted, directory, lock, command, progress)
         except Interrupted as interruption:
             if lock is not None and may_note(directory, lock):
                 why = {} if interruption.code == TRY_AGAIN else {"error": FROM_KEYBOARD}

@@ -21,27 +21,26 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import checks
 from experiments.checks.files import check_files, check_training_rows
-from experiments.checks.values import check_true_or_false, check_whole_numbers
-from experiments.running.build import opened_sandbox, uses_tools
+from experiments.checks.values import check_numbers, check_true_or_false, whole_number
+from experiments.running.build import opened
 from experiments.running.command_line import CONF, exit_codes, near_miss, refusals, run_hydra
 from experiments.running.identity import kept_keys, of_sandbox, weights_digest
 from experiments.running.run_lock import RunLock
 from otb.errors import RunError
 from otb.files import write_atomically
+from otb.sandbox import Sandbox
+from otb.tasks import Task
 
 QUICK = {"group_sizes": [4, 8], "prompts": 12, "samples": 64, "oracle.prompts": 4, "oracle.rollouts": 2}
 MEASUREMENT = ("task", "model", "checkpoint", "temperature", "seed", "sketch")  # keys that measurements depend on
-SMALLEST = {  # least values of keys with whole numbers
-    "prompts": 2,
-    "samples": 4,
-    "fit_steps": 1,
-    "prompts_per_step": 1,
-    "partitions": 1,
-    "sketch": 16,
-    "seed": 0,
-    "oracle.prompts": 0,
-    "oracle.rollouts": 1,
-    "oracle.continuations": 2,
+NUMBERS = {
+    "prompts": whole_number(2),
+    "samples": whole_number(4),
+    "sketch": whole_number(16),
+    **dict.fromkeys(("fit_steps", "prompts_per_step", "partitions", "oracle.rollouts"), whole_number(1)),
+    **dict.fromkeys(("seed", "oracle.prompts"), whole_number(0)),
+    "oracle.continuations": whole_number(2),
+    "workers": whole_number(1, null="null for one per core"),
 }
 
 
@@ -51,19 +50,20 @@ def main(cfg: DictConfig) -> None:
     with refusals():
         check_true_or_false(cfg, "quick")
         apply_quick(cfg, typed=[override.lstrip("+").split("=")[0] for override in hydra_cfg.overrides.task])
-        measure(cfg, check(cfg), directory(cfg, hydra_cfg.runtime.choices))
+        names, task, sandbox = check(cfg)
+        measure(cfg, names, task, sandbox, directory(cfg, task, hydra_cfg.runtime.choices))
 
 
-def measure(cfg: DictConfig, names: list[str], folder: Path) -> None:
+def measure(cfg: DictConfig, names: list[str], task: Task, sandbox: Sandbox | None, folder: Path) -> None:
     """Measures what is missing in `folder` and reports the results. names: the estimators. Raises RunError."""
-    check_files(cfg)
+    check_files(cfg, task, {})
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    with RunLock(folder), opened_sandbox(cfg) as sandbox:
+    with RunLock(folder), opened(sandbox):
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         from experiments.measuring.laboratory import laboratory  # takes seconds: torch, transformers, trl
 
-        laboratory(cfg, names, folder, sandbox)
+        laboratory(cfg, names, folder, task, sandbox)
     print(f"{folder}: {time.monotonic() - started:.0f} s")
 
 
@@ -74,9 +74,12 @@ def apply_quick(cfg: DictConfig, typed: list[str]) -> None:
             OmegaConf.update(cfg, key, value)
 
 
-def check(cfg: DictConfig) -> list[str]:
-    """Returns the names of the estimators. Raises RunError for a configuration that cannot be measured."""
-    check_whole_numbers(cfg, SMALLEST if cfg.workers is None else SMALLEST | {"workers": 1})
+def check(cfg: DictConfig) -> tuple[list[str], Task, Sandbox | None]:
+    """Returns the estimators' names, the task, and the sandbox of a task with tools.
+
+    Raises RunError for what cannot be measured as written.
+    """
+    check_numbers(cfg, NUMBERS)
     sizes = OmegaConf.to_container(cfg)["group_sizes"]
     if not isinstance(sizes, list) or not sizes or not all(type(n) is int and 2 <= n <= cfg.samples / 2 for n in sizes):
         raise RunError(
@@ -91,9 +94,9 @@ def check(cfg: DictConfig) -> list[str]:
     if cfg.checkpoint is not None and not Path(str(cfg.checkpoint)).expanduser().is_dir():
         raise RunError(f"checkpoint={cfg.checkpoint} is not a folder. Give RUN/checkpoints/step-XXXXXXXX.")
     names = estimators(cfg)
-    checks.check_policy_and_task(cfg)
-    check_training_rows(cfg)
-    return names
+    task, sandbox = checks.check_policy_and_task(cfg)
+    check_training_rows(task)
+    return names, task, sandbox
 
 
 def estimators(cfg: DictConfig) -> list[str]:
@@ -107,12 +110,12 @@ def estimators(cfg: DictConfig) -> list[str]:
     return list(dict.fromkeys(["rloo", "energy_probe", *asked]))
 
 
-def directory(cfg: DictConfig, choices: dict[str, str]) -> Path:
+def directory(cfg: DictConfig, task: Task, choices: dict[str, str]) -> Path:
     """Returns runs_dir/variance/TASK-MODEL[-STEP]-DIGEST, with a digest of everything that measurements depend on."""
     config = OmegaConf.to_container(cfg, resolve=True)
     identity = {key: config[key] for key in MEASUREMENT} | {key: kept_keys(config, key) for key in ("task", "model")}
     identity["checkpoint"] = weights_digest(cfg.model, cfg.checkpoint)
-    if uses_tools(cfg):
+    if task.environment is not None:
         identity["sandbox"] = of_sandbox(config)
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
     checkpoint = [] if cfg.checkpoint is None else [Path(cfg.checkpoint).name]

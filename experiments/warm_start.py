@@ -20,67 +20,70 @@ from omegaconf import DictConfig, OmegaConf
 from experiments import checks
 from experiments.checks.files import check_sources, check_training_rows
 from experiments.checks.model import check_model_is_here
-from experiments.checks.values import check_positive, check_true_or_false, check_whole_numbers
-from experiments.running.build import build, is_tiny
+from experiments.checks.values import check_numbers, check_positive, check_true_or_false, told_to_the_user, whole_number
+from experiments.running.build import is_tiny
 from experiments.running.command_line import CONF, exit_codes, refusals, run_hydra
-from experiments.running.hardware import visible_gpus
+from experiments.running.devices import visible_gpus
 from experiments.running.threads import check_threads
 from otb.errors import RunError, unwritable
 from otb.policies.folders import MADE_FROM
 from otb.records.config_keys import flatten
+from otb.tasks import Task
 from otb.training.options import Batches, batches
+from otb.values import Rule
 
 WHERE_AND_HOW = ("output", "use_cpu", "threads", "model.learning_rate")  # keys that do not change the policy
-SMALLEST = {"demonstrations": 1, "demonstrations_per_step": 1, "seed": 0}
+NUMBERS = {
+    **dict.fromkeys(("demonstrations", "demonstrations_per_step"), whole_number(1)),
+    "seed": whole_number(0),
+    "steps": whole_number(1, 80, "null for one pass"),
+    "noise": Rule("a number from 0 to 1", lambda value: 0 <= value <= 1, 1),
+}
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="warm_start")
 def main(cfg: DictConfig) -> None:
     with refusals():
-        step = check(cfg)
+        task, step = check(cfg)
         output, asked = Path(str(cfg.output)).expanduser(), recipe(cfg)
         if is_there(output, asked):
             print(f"{output}: already made with the same settings; nothing to do.")
             return
-        check_files(cfg)
+        check_files(cfg, task)
         from experiments.running.make_policy import make_policy  # takes seconds: torch, transformers, trl
 
         command = ["python", "experiments/warm_start.py", *HydraConfig.get().overrides.task]
-        record = make_policy(cfg, output, step, {"recipe": asked, "command": command})
+        record = make_policy(cfg, task, output, step, {"recipe": asked, "command": command})
         first, last = record["losses"][0], record["losses"][-1]
         print(f"{output}: {len(record['losses'])} steps, loss {first:.2f} -> {last:.2f}. Use it as model.name={output}")
 
 
-def check(cfg: DictConfig) -> Batches:
-    """Returns how a step is divided. Raises RunError for an invalid configuration; loads nothing."""
-    check_whole_numbers(cfg, SMALLEST if cfg.steps is None else SMALLEST | {"steps": 1})
+def check(cfg: DictConfig) -> tuple[Task, Batches]:
+    """Returns the task and how a step is divided; loads nothing. Raises RunError if it is invalid."""
+    check_numbers(cfg, NUMBERS)
     check_positive(cfg, "learning_rate", "1e-4")
     check_true_or_false(cfg, "use_cpu")
     check_threads(cfg)
-    if type(cfg.noise) not in (int, float) or not 0 <= cfg.noise <= 1:
-        raise RunError(f"noise={cfg.noise} must be a number from 0 to 1. Try noise=1.")
     if OmegaConf.is_missing(cfg, "output"):
         raise RunError("output, the folder for the policy, is not set. Add output=FOLDER.")
-    checks.check_model_and_task(cfg)
+    task = checks.check_model_and_task(cfg)
     if is_tiny(cfg.model):
         raise RunError(
             f"model.name={cfg.model.name} with model=tiny needs no warm start: every command that uses it makes one, "
             "with the values of model.warm_start. Leave model=tiny out and give model.name=OWNER/NAME, or a folder."
         )
-    check_task(cfg)
+    check_task(task)
     gpus = [] if cfg.use_cpu else visible_gpus()
     if len(gpus) > 1:
         raise RunError(f"{len(gpus)} GPUs are visible, but this command uses one. Add CUDA_VISIBLE_DEVICES={gpus[0]}.")
     check_writable(Path(str(cfg.output)).expanduser())
-    try:
-        return batches(cfg.demonstrations_per_step, 1, 1, cfg.model.rollouts_per_forward)
-    except ValueError as error:
-        raise RunError(str(error).replace("rollouts of a process", "demonstrations of a step")) from error
+    with told_to_the_user():
+        whole = cfg.demonstrations_per_step
+        return task, batches(whole, 1, 1, cfg.model.rollouts_per_forward, of="demonstrations of a step")
 
 
-def check_task(cfg: DictConfig) -> None:
+def check_task(task: Task) -> None:
     """Raises RunError if the task has no solutions to learn from."""
-    task = build(cfg, "task")
     if task.environment is not None and not hasattr(task, "demonstrations"):
         raise RunError(
             f"task {task.name} has a tool, but its column of solutions shows no call: it would teach the policy never "
@@ -91,12 +94,11 @@ def check_task(cfg: DictConfig) -> None:
             f"task {task.name} has no solutions to learn from: neither its own demonstrations nor a solution_column. "
             "Try task=arithmetic, or task.solution_column=NAME (gsm8k: answer)."
         )
-    check_training_rows(cfg)
+    check_training_rows(task)
 
 
-def check_files(cfg: DictConfig) -> None:
+def check_files(cfg: DictConfig, task: Task) -> None:
     """Raises RunError if rows or model do not exist; reads neither."""
-    task = build(cfg, "task")
     check_sources([task.training_source()] if hasattr(task, "training_source") else [])
     check_model_is_here(cfg)
 

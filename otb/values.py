@@ -22,14 +22,14 @@ class Rule(NamedTuple):
     Attributes:
         words: the rule in words, for the message.
         obeyed: returns whether a number obeys it.
-        example: a number that obeys it, for the message.
+        example: a number that obeys it, for the message, or its text.
         whole: whether it must be a whole number.
         optional: whether None is allowed too.
     """
 
     words: str
     obeyed: Callable[[Any], bool]
-    example: float
+    example: float | str
     whole: bool = False
     optional: bool = False
 
@@ -42,7 +42,8 @@ def refuse_out_of_range(values: Mapping[str, Any], rules: Mapping[str, Rule]) ->
             continue
         is_number = isinstance(value, Integral if rule.whole else Real) and not isinstance(value, bool)
         if not is_number or not rule.obeyed(value):
-            raise ValueError(f"{name}={value} must be {rule.words}. Try {name}={rule.example:g}.")
+            example = rule.example if isinstance(rule.example, str) else f"{rule.example:g}"
+            raise ValueError(f"{name}={value} must be {rule.words}. Try {name}={example}.")
 
 
 def refuse_unknown(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -91,8 +91,8 @@ def main_figure(table: pd.DataFrame) -> Figure | None:
     main = table[table.baseline.isin(MAIN_ARMS)]
     if main.baseline.nunique() < 2 or "otb" not in set(main.baseline):
         main = table
-    arms = main.groupby("group_size", observed=True).baseline.nunique().sort_index()
-    size = int(arms.idxmax())  # the first, and so the smallest, of equals
+    arms = {int(size): main.baseline[main.group_size == size].nunique() for size in sorted(main.group_size.unique())}
+    size = max(arms, key=lambda size: arms[size])  # the first, and so the smallest, of equals
     caption = f"Held-out accuracy over the tokens that a run sampled itself, N={size}. {EVALUATIONS} "
     rows = main[main.group_size == size]
     return Figure(

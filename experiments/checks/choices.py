@@ -6,8 +6,9 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.checks.values import typed
-from experiments.running.command_line import CONF, near_miss
+from experiments.checks.values import check_known
+from experiments.running.command_line import CONF
+from experiments.running.grpo_options import typed
 from otb.errors import RunError
 
 
@@ -22,11 +23,8 @@ def check_keys_of_choice(cfg: DictConfig, group: str) -> None:
                 f"{group}.{key}={typed(value)} is a key of {group}={' and '.join(having)}, and {group}={chosen} would "
                 f"ignore it. Add {group}={having[0]}, or leave it out."
             )
-        if key not in known:
-            keys = [name for name in known if name != "name"]
-            raise RunError(
-                f"{group}.{key} is no key of {group}={chosen}.{near_miss(key, keys)} Keys: {', '.join(keys)}."
-            )
+    keys = [[key for key in of if key != "name"] for of in (cfg[group], known)]
+    check_known(group, *keys, f"key of {group}={chosen}")
 
 
 @cache

@@ -1,43 +1,41 @@
-"""Checks of the groups that may be off, METHODS of experiments/running/build.py. Imports no torch."""
+"""Builds and checks the baseline and the groups that may be off, METHODS of running/build.py. Imports no torch."""
 
 from __future__ import annotations
 
-import re
+import inspect
+from collections.abc import Callable
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from experiments.checks.auxiliary import check_auxiliary
-from experiments.checks.improvement import check_improvement
 from experiments.checks.target import check_target
-from experiments.running.build import METHODS, build, is_off
+from experiments.running.build import METHODS, Run, build, is_off
 from experiments.running.command_line import CONF
 from otb.errors import RunError
-from otb.methods.token_weights import refuse_without_base
-
-OF_THE_SCHEDULE = {  # keys of trainer that move the learning rate -> what leaves it alone, and what to use instead
-    "lr_scheduler_type": (("constant",), "lr_scheduler_type=constant"),
-    "lr_scheduler_kwargs": ((None, {}), "lr_scheduler_kwargs=null"),
-    "warmup_steps": ((None, 0), "warmup_steps=0 and schedule.warmup"),
-    "warmup_ratio": ((None, 0), "warmup_ratio=null and schedule.warmup"),
-}
 
 
-def check_methods(cfg: DictConfig) -> None:
-    """Raises RunError for a method that cannot be built, or cannot work beside the rest of the configuration."""
-    for group in METHODS:
+def checked_baseline(cfg: DictConfig) -> Callable:
+    """Returns the baseline. Raises RunError where it cannot be built of its arguments."""
+    target = check_target("baseline", cfg.baseline)
+    if inspect.isclass(target) == bool(cfg.baseline.get("_partial_")):
+        what, fix = ("class", "false") if inspect.isclass(target) else ("function", "true")
+        raise RunError(
+            f"baseline._target_={cfg.baseline._target_} is a {what}; functions wait for their rollouts and classes are "
+            f"built at once. Use baseline._partial_={fix}."
+        )
+    return build(cfg, "baseline")
+
+
+def checked_methods(cfg: DictConfig) -> dict[str, Any]:
+    """Returns what the groups name, as arguments of OTBTrainer. Raises RunError where one cannot be built."""
+    methods = {}
+    for group, argument in METHODS.items():
         if is_off(cfg, group):
             _check_off(cfg, group)
-            continue
-        check_target(group, cfg[group])
-        method = build(cfg, group)  # its constructor may refuse a value
-        if group == "schedule":
-            _check_schedule(cfg, method)
-        if group == "token_weights" and method.reads_base:
-            _check_base(cfg, method.signal)
-        if group == "improvement":
-            check_improvement(cfg, method)
-        if group == "auxiliary":
-            check_auxiliary(cfg, method)
+        else:
+            check_target(group, cfg[group])
+            methods[argument] = build(cfg, group)
+    return methods
 
 
 def _check_off(cfg: DictConfig, group: str) -> None:
@@ -48,24 +46,30 @@ def _check_off(cfg: DictConfig, group: str) -> None:
             raise RunError(f"{group}.{key}={value} is set, and the choice of {group} takes no options. {fix}.")
 
 
-def _check_schedule(cfg: DictConfig, schedule) -> None:
-    for key, (neutral, fix) in OF_THE_SCHEDULE.items():
-        if (value := cfg.trainer.get(key, neutral[0])) not in neutral:
-            raise RunError(
-                f"trainer.{key}={value} and schedule=length_triggered would both set the learning rate. Use "
-                f"trainer.{fix}, or schedule=constant."
-            )
-    longest = build(cfg, "task").max_completion_length
-    if schedule.out_of_reach(longest):
+def check_methods_act(run: Run) -> None:
+    """Raises RunError for a method that this run would never see act."""
+    cfg, methods = run.cfg, run.methods
+    schedule, improvement, head = (methods.get(name) for name in ("lr_schedule", "improvement", "auxiliary"))
+    if schedule and schedule.out_of_reach(longest := run.task.max_completion_length):
         raise RunError(
-            f"schedule.ratio={cfg.schedule.ratio} times a response of one token is not below "
+            f"schedule.ratio={schedule.ratio} times a response of one token is not below "
             f"task.max_completion_length={longest}, so no surge can ever be seen. Use a smaller schedule.ratio, or a "
             "schedule.fixed_period."
         )
-
-
-def _check_base(cfg: DictConfig, signal: str) -> None:
-    try:
-        refuse_without_base(signal, OmegaConf.to_container(cfg.model).get("lora"))
-    except ValueError as error:
-        raise RunError(re.sub(r"\blora\.(?=bias|init_lora)", "model.lora.", str(error))) from error
+    if improvement and cfg.steps <= improvement.steps_before:
+        drawn = " and one to draw from" if improvement.steps_before > improvement.window else ""
+        raise RunError(
+            f"steps={cfg.steps} leaves no step for an improvement update: the first comes after improvement.window="
+            f"{improvement.window} steps{drawn}. Use steps={4 * improvement.window} or more, or improvement=none."
+        )
+    if head and head.mode != "detach" and cfg.steps <= head.warmup:
+        raise RunError(
+            f"auxiliary.warmup={head.warmup} is not below steps={cfg.steps}, so the head would never act. Use a "
+            "smaller auxiliary.warmup, or auxiliary.mode=detach."
+        )
+    if head and head.weights == "shipped" and (cfg.model.name == "tiny" or cfg.model.get("gguf_file")):
+        what = "the tiny policy ships no head" if cfg.model.name == "tiny" else "none is read from a GGUF file"
+        raise RunError(
+            f"auxiliary.weights=shipped: {what}. Use auxiliary.weights=fresh, or a model that has one, such as "
+            "model=hub model.name=XiaomiMiMo/MiMo-7B-RL."
+        )

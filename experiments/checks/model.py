@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.checks.choices import keys_of_choices
+from experiments.checks.values import check_choice, check_known
 from experiments.prefetch import cached_file
 from experiments.running.build import is_tiny
 from experiments.running.command_line import CONF, near_miss
@@ -31,11 +32,11 @@ DTYPES = ("float32", "bfloat16")  # float16 weights cannot be trained: their gra
 
 def check_model(cfg: DictConfig) -> None:
     """Raises RunError for keys of `model` that name no policy, or that the one they name cannot be trained with."""
-    _check_keys(cfg)
+    known = {key for keys in keys_of_choices("model").values() for key in keys}
+    check_known("model", cfg.model, known, "key of a model")
     if OmegaConf.is_missing(cfg.model, "name"):
         raise RunError("model.name is not set, and model=hub needs it. Add model.name=OWNER/NAME, or a folder.")
-    if cfg.model.dtype not in DTYPES:
-        raise RunError(f"model.dtype={cfg.model.dtype} is not one of {', '.join(DTYPES)}. Try model.dtype=float32.")
+    check_choice("model.dtype", cfg.model.dtype, DTYPES, " Try model.dtype=float32.")
     name = str(cfg.model.name)
     if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
         raise RunError(f"model.name={name} is not a folder. Give a folder of transformers files, a hub id or tiny.")
@@ -50,21 +51,8 @@ def check_model(cfg: DictConfig) -> None:
     _check_chat_template(cfg)
     _check_attention(cfg.model.get("attn_implementation"))
     recipe = dataclass_fields("otb.policies.tiny_warm_start", "WarmStart")
-    for key in cfg.model.get("warm_start") or {}:
-        if key not in recipe:
-            fields = ", ".join(sorted(recipe))
-            raise RunError(
-                f"model.warm_start.{key} is no field of WarmStart.{near_miss(key, recipe)} Fields: {fields}."
-            )
+    check_known("model.warm_start", cfg.model.get("warm_start") or {}, recipe, "field of WarmStart")
     _check_lora(cfg.model.get("lora") or {})
-
-
-def _check_keys(cfg: DictConfig) -> None:
-    known = {key for keys in keys_of_choices("model").values() for key in keys}
-    for key in cfg.model:
-        if key not in known:
-            keys = ", ".join(sorted(known))
-            raise RunError(f"model.{key} is no key of a model.{near_miss(key, known)} Keys: {keys}.")
 
 
 def _check_tiny(cfg: DictConfig) -> None:
@@ -114,11 +102,9 @@ def _check_attention(name: str | None) -> None:
     """Raises RunError for what transformers does not know, or has no package for."""
     if name is None:
         return
-    if name not in ATTENTION and "/" not in str(name):
-        raise RunError(
-            f"model.attn_implementation={name} is not one of {', '.join(ATTENTION)}.{near_miss(name, ATTENTION)} Null "
-            "is transformers' own choice, OWNER/NAME a kernel of the hub."
-        )
+    if "/" not in str(name):
+        others = " null is transformers' own choice, OWNER/NAME a kernel of the hub."
+        check_choice("model.attn_implementation", name, ATTENTION, others)
     module, package = ("kernels", "kernels") if "/" in name else FLASH.get(name, ("transformers", ""))
     if importlib.util.find_spec(module) is None:
         how = " --no-build-isolation" if name == "flash_attention_2" else ""
@@ -154,10 +140,8 @@ def _check_gguf(cfg: DictConfig) -> None:
 
 def _check_lora(lora) -> None:
     fields = dataclass_fields("peft.tuners.lora.config", "LoraConfig") | dataclass_fields("peft.config", "PeftConfig")
-    for key in lora:
-        if key not in fields:
-            usual = "The usual ones: r, lora_alpha, lora_dropout, target_modules."
-            raise RunError(f"model.lora.{key} is no field of peft.LoraConfig.{near_miss(key, fields)} {usual}")
+    usual = "The usual ones: r, lora_alpha, lora_dropout, target_modules."
+    check_known("model.lora", lora, fields, "field of peft.LoraConfig", usual)
     if lora and lora.get("r") is None:
         raise RunError(f"model.lora.{next(iter(lora))} is set without a rank. Add model.lora.r=16.")
     if "r" in lora and (type(lora.r) is not int or lora.r < 1):

@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments.checks.values import typed
-from experiments.running.command_line import near_miss
+from experiments.checks.values import check_choice, check_known
 from experiments.running.fields import plain_types
+from experiments.running.grpo_options import typed
 from otb.errors import RunError
 from otb.values import literal_choices
 
@@ -40,15 +40,13 @@ def check_target(group: str, node: DictConfig):
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return target
     arguments = [argument for argument in parameters if argument != "rollouts"]
+    has = f"Its arguments: {', '.join(arguments)}." if arguments else "It takes none."
     for key, value in node.items():
         if key.startswith("_"):
             continue
-        if key not in arguments:
-            has = f"Its arguments: {', '.join(arguments)}." if arguments else "It takes none."
-            raise RunError(f"{group}.{key} is no argument of {name}.{near_miss(key, arguments)} {has}")
-        choices = literal_choices(target, key)
-        if choices and value not in choices:
-            raise RunError(f"{group}.{key}={value} is not one of {', '.join(choices)}.{near_miss(value, choices)}")
+        check_known(group, [key], arguments, f"argument of {name}", has)
+        if choices := literal_choices(target, key):
+            check_choice(f"{group}.{key}", value, choices)
         _check_type(f"{group}.{key}", value, plain_types(target, key), parameters[key].default)
     return target
 

@@ -14,17 +14,28 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments import checks
 from experiments.checks.files import check_sources
+from experiments.checks.machine import check_this_machine
 from experiments.checks.model import check_model_is_here
-from experiments.checks.values import check_whole_numbers
+from experiments.checks.samplers import check_processes
+from experiments.checks.trainer import SHARE, check_parallel_and_sampler
+from experiments.checks.values import check_numbers, check_true_or_false, whole_number
 from experiments.evaluation.policies_of import Plan
-from experiments.running.build import build, uses_tools
+from experiments.running.build import build
 from experiments.running.command_line import CONF, near_miss
-from experiments.running.hardware import check_processes, check_this_machine, wait_for_server
+from experiments.running.processes import wait_for_server
 from otb.errors import RunError
 from otb.records import RunDirectory
+from otb.sandbox import Sandbox
+from otb.tasks import Task
 
 SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs")
 LIMITS = ("max_completion_length", "max_turns")
+NUMBERS = {
+    **dict.fromkeys(("k", "rollouts_per_batch"), whole_number(1)),
+    "seed": whole_number(0),
+    "gpus": whole_number(1, "null", "null for one process"),
+    "trainer.top_p": SHARE,
+}
 OF_A_RUN = ("task", "model", "temperature", "trainer", "steps")  # keys in the config.yaml of every run
 
 
@@ -34,10 +45,8 @@ def plan(cfg: DictConfig, overrides: list[str], task: str, processes: int = 1) -
     overrides: from the command line. task: the choice of conf/task in `cfg`. processes: the number that share the work.
     """
     given = {override.lstrip("+").split("=", 1)[0] for override in overrides}
-    check_whole_numbers(cfg, {"k": 1, "seed": 0, "rollouts_per_batch": 1})
-    for key in ("watch", "trainer.use_cpu"):
-        if not isinstance(value := OmegaConf.select(cfg, key), bool):
-            raise RunError(f"{key}={value} must be true or false. Try {key}=false.")
+    check_numbers(cfg, NUMBERS)
+    check_true_or_false(cfg, "watch", "trainer.use_cpu")
     check_policies(cfg, given)
     run = None if cfg.run is None else RunDirectory(Path(str(cfg.run)).expanduser())
     recorded = None if run is None else recorded_configuration(run)
@@ -55,10 +64,11 @@ def plan(cfg: DictConfig, overrides: list[str], task: str, processes: int = 1) -
             name: with_values(one, of_run(recorded) | limits_of_run(recorded, one), given)
             for name, one in configurations.items()
         }
-    for one in configurations.values():
-        check_task(one)
-    check_sampling(configurations, processes)
-    wanted = Plan(cfg, configurations, run, recorded)
+    built = {name: checked_task(one) for name, one in configurations.items()}
+    tasks = {name: task for name, (task, _) in built.items()}
+    sandbox = next((sandbox for _, sandbox in built.values() if sandbox is not None), None)
+    check_sampling(configurations, tasks, processes)
+    wanted = Plan(cfg, configurations, tasks, sandbox, run, recorded)
     if run is not None and not cfg.watch and not wanted.checkpoints():
         raise RunError(f"run={cfg.run} has no complete checkpoint yet. Use watch=true to wait for its checkpoints.")
     return wanted
@@ -145,30 +155,31 @@ def check_policies(cfg: DictConfig, given: set[str]) -> None:
         raise RunError(f"{models[0]} is set, but run={cfg.run} has its own model. Leave one of them out.")
 
 
-def check_task(cfg: DictConfig) -> None:
-    """Raises RunError for an invalid task, model or sandbox, or a task without evaluation rows."""
-    checks.check_policy_and_task(cfg)
-    task = build(cfg, "task")
+def checked_task(cfg: DictConfig) -> tuple[Task, Sandbox | None]:
+    """Returns the task, and the sandbox of one with tools.
+
+    Raises RunError for an invalid task, model or sandbox, or a task without evaluation rows.
+    """
+    task, sandbox = checks.check_policy_and_task(cfg)
     if getattr(task, "evaluation", None) is None and getattr(task, "eval_split", task) is None:
         raise RunError(
             f"task {task.name} has neither eval_split nor evaluation, so there is nothing to evaluate on. Try "
             "task.eval_split=test, or tasks=[math500]."
         )
+    return task, sandbox
 
 
 def check_files(wanted: Plan) -> None:
     """Raises RunError if rows or model do not exist; reads neither."""
-    for cfg in wanted.configurations.values():
-        check_sources(getattr(build(cfg, "task"), "evaluation_sources", list)())
+    for name, cfg in wanted.configurations.items():
+        check_sources(getattr(wanted.tasks[name], "evaluation_sources", list)())
         check_model_is_here(cfg)
 
 
-def check_sampling(configurations: dict[str, DictConfig], processes: int) -> None:
+def check_sampling(configurations: dict[str, DictConfig], tasks: dict[str, Task], processes: int) -> None:
     """Raises RunError for invalid sampling options, and for processes that cannot share the work."""
     cfg = next(iter(configurations.values()))
-    if not isinstance(cfg.trainer.top_p, int | float) or not 0 < cfg.trainer.top_p <= 1:
-        raise RunError(f"trainer.top_p={cfg.trainer.top_p} must be in (0, 1]. Try trainer.top_p=1.0.")
-    checks.check_parallel_and_sampler(cfg)
+    check_parallel_and_sampler(cfg)
     if cfg.parallel.name != "ddp":
         raise RunError(
             f"parallel={cfg.parallel.name} divides training, but nothing is trained here. Leave it out; with "
@@ -180,7 +191,7 @@ def check_sampling(configurations: dict[str, DictConfig], processes: int) -> Non
     check_this_machine(cfg)
     for one in configurations.values():
         check_processes(one, processes)
-    if cfg.rollouts_by.name != "hf" and len({uses_tools(one) for one in configurations.values()}) > 1:
+    if cfg.rollouts_by.name != "hf" and len({task.environment is None for task in tasks.values()}) > 1:
         raise RunError(
             f"tasks={list(configurations)} mixes tasks with and without Python, and each kind needs its own vLLM. Use "
             "one command for each kind."

@@ -24,31 +24,31 @@ from experiments.evaluation.policies_of import Checkpoint, Plan
 from experiments.evaluation.sampling import SamplingTrainer, sample_rows, trainer_options, ungraded
 from experiments.evaluation.weights import Policies
 from experiments.running.build import build
+from experiments.running.devices import emulated_bfloat16
 from experiments.running.environment import describe
-from experiments.running.hardware import emulated_bfloat16
+from experiments.running.policy import described, make_weights_folder
 from experiments.running.progress import Progress
 from experiments.running.run_lock import RunLock
 from experiments.running.run_trainer import RESUME_FILES
 from experiments.running.threads import use_threads
-from experiments.running.train import described, make_weights_folder, quiet_libraries
+from experiments.running.train import quiet_libraries
 from otb.baselines.none import none
 from otb.errors import RunError
 from otb.files import write_atomically
 from otb.policies.models import model_facts
-from otb.sandbox import Sandbox
 from otb.training.trainer import OTBConfig
 
 POLL_SECONDS = 2.0  # between searches for new checkpoints; far less than any timeout of the other processes
 
 
-def evaluate(plan: Plan, sandbox: Sandbox | None) -> None:
+def evaluate(plan: Plan) -> None:
     """Completes every evaluation of the plan to k samples per problem; with `watch`, until the run is over.
 
-    sandbox: for tasks with tools. Raises RunError for bad data, a bad model, or a folder that another process writes.
+    Raises RunError for bad data, a bad model, or a folder that another process writes.
     """
     quiet_libraries()
     with EvaluationProgress(0, quiet=int(os.environ.get("RANK", 0)) > 0) as progress:
-        evaluator = Evaluator(plan, sandbox, progress)
+        evaluator = Evaluator(plan, progress)
         told = False
         while True:
             over = agreed(not plan.cfg.watch or plan.run_is_over())  # before the search, so no checkpoint is missed
@@ -81,14 +81,15 @@ class Evaluator:
     Raises RunError if a task's rows, the tokenizer and the limits do not fit together, before any weights are read.
     """
 
-    def __init__(self, plan: Plan, sandbox: Sandbox | None, progress: EvaluationProgress):
+    def __init__(self, plan: Plan, progress: EvaluationProgress):
         self.plan, self.progress = plan, progress
         cfg = next(iter(plan.configurations.values()))  # they share one model
-        make_weights_folder(cfg, progress.warm_start)
+        make_weights_folder(cfg, next(iter(plan.tasks.values())), progress.warm_start)
         self.tokenizer, model_config = described(cfg)
         use_threads(plan.cfg.threads, model_config)
         self.inputs = {
-            name: task_inputs(one, sandbox, self.tokenizer, model_config) for name, one in plan.configurations.items()
+            name: task_inputs(one, plan.tasks[name], plan.sandbox, self.tokenizer, model_config)
+            for name, one in plan.configurations.items()
         }
         options = trainer_options(list(self.inputs.values()), self.tokenizer.eos_token_id)
         self.arguments = OTBConfig(**options)  # also starts the process group

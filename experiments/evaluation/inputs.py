@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from experiments.running.build import build
 from experiments.running.data import evaluation_facts
 from otb.errors import RunError
 from otb.methods.tool_calls import check_tool_template
@@ -36,9 +35,8 @@ class Inputs(NamedTuple):
         return None if self.environment is None else [self.environment().python]
 
 
-def task_inputs(cfg: DictConfig, sandbox: Sandbox | None, tokenizer, model_config) -> Inputs:
-    """Returns the inputs of the task in `cfg`; raises RunError if rows, tokenizer and limits do not fit together."""
-    task = build(cfg, "task")
+def task_inputs(cfg: DictConfig, task: Task, sandbox: Sandbox | None, tokenizer, model_config) -> Inputs:
+    """Returns the inputs of a task; raises RunError if rows, tokenizer and limits do not fit together."""
     try:
         dataset = task.eval_dataset()
     except (ValueError, FileNotFoundError) as error:

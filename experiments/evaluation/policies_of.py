@@ -14,9 +14,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.evaluation.folder import EvaluationFolder, samples_together
-from experiments.running.build import uses_tools
 from experiments.running.identity import kept_keys, of_sandbox, weights_digest
 from otb.records import RunDirectory
+from otb.sandbox import Sandbox
+from otb.tasks import Task
 
 OF_A_SAMPLE = ("name", "tensor_parallel")  # keys of `rollouts_by` that affect samples
 OF_TRAINING = ("learning_rate", "rollouts_per_forward", "lora")  # keys of `model` that do not affect samples
@@ -35,13 +36,15 @@ class Checkpoint:
 class Plan:
     """The policies and tasks that a command evaluates.
 
-    cfg: the command's configuration. configurations: task name -> the configuration with this task, and with the run's
-    model and sampling options if there is a run. run: the run whose checkpoints are evaluated. recorded: its own
-    configuration.
+    cfg: the command's configuration. configurations: task name -> the configuration with this task, and with model and
+    sampling options of the run if there is one. tasks: built from them. sandbox: for the tasks with tools, if there are
+    any. run: the run whose checkpoints are evaluated. recorded: its own configuration.
     """
 
     cfg: DictConfig
     configurations: dict[str, DictConfig]
+    tasks: dict[str, Task]
+    sandbox: Sandbox | None = None
     run: RunDirectory | None = None
     recorded: DictConfig | None = None
 
@@ -90,11 +93,11 @@ class Plan:
     def folder_of_all(self, task: str) -> Path:
         """Returns evaluations_dir/TASK/POLICY-DIGEST, with a digest of everything that samples depend on."""
         name = re.sub(r"[^\w=.,+-]+", "_", self.name)[:100].strip("_")
-        identity = self.identity(self.configurations[task])
-        return Path(self.cfg.evaluations_dir).expanduser() / task / f"{name}-{digest(identity)}"
+        return Path(self.cfg.evaluations_dir).expanduser() / task / f"{name}-{digest(self.identity(task))}"
 
-    def identity(self, cfg: DictConfig) -> dict:
-        """Returns everything that the samples of an evaluation depend on, which does not include k."""
+    def identity(self, task: str) -> dict:
+        """Returns everything that the samples of a task depend on, which does not include k."""
+        cfg = self.configurations[task]
         config = OmegaConf.to_container(cfg, resolve=True)
         config |= {group: kept_keys(config, group) for group in ("task", "model")}
         kept = {key: config[key] for key in ("task", "temperature", "seed", "rollouts_per_batch")}
@@ -102,7 +105,7 @@ class Plan:
         kept["trainer"] = {key: value for key, value in config["trainer"].items() if key != "use_cpu"}
         kept["rollouts_by"] = {key: value for key, value in config["rollouts_by"].items() if key in OF_A_SAMPLE}
         kept["model"] = {key: value for key, value in config["model"].items() if key not in OF_TRAINING}
-        if uses_tools(cfg):
+        if self.tasks[task].environment is not None:
             kept["sandbox"] = of_sandbox(config)
         return kept | self.weights
 
@@ -124,11 +127,6 @@ class Plan:
         """Returns whether a sample is missing."""
         pairs = ((task, checkpoint) for checkpoint in self.checkpoints() for task in self.configurations)
         return not all(self.folder(*pair).has(self.cfg.k) for pair in pairs)
-
-    def with_tools(self) -> DictConfig:
-        """Returns the configuration for opening the sandbox: the first with tools, if there is one."""
-        configurations = list(self.configurations.values())
-        return next((cfg for cfg in configurations if uses_tools(cfg)), configurations[0])
 
 
 def digest(facts) -> str:

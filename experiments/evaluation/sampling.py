@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from experiments.evaluation.inputs import Inputs
-from experiments.running.hardware import grpo_options, sampling_limits
+from experiments.running.grpo_options import machine_options, sampling_limits
 from otb.methods import Method
 from otb.random_state import isolated_random_state
 from otb.tasks.grading import Outcome, normalised, number
@@ -81,7 +81,7 @@ def trainer_options(inputs: list[Inputs], eos_token_id: int) -> dict:
     cfg, tasks = largest.cfg, [one.task for one in inputs]
     turns = [task.max_turns for task in tasks if task.environment is not None]
     options = OmegaConf.to_container(cfg.trainer, resolve=True)
-    options |= grpo_options(cfg) | sampling_limits(cfg, largest.longest_prompt, [eos_token_id])
+    options |= machine_options(cfg) | sampling_limits(cfg, largest.longest_prompt, [eos_token_id])
     return options | {
         "output_dir": str(cfg.evaluations_dir),
         "use_cpu": options["use_cpu"] or not torch.cuda.is_available(),

@@ -8,8 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from peft import PeftModel
 
-from experiments.running.hardware import source_of
-from experiments.running.train import base_and_adapter
+from experiments.running.policy import base_and_adapter, source_of
 from otb.policies.models import load_model
 from otb.tasks import Task
 

@@ -21,7 +21,9 @@ from transformers.trainer_utils import set_seed
 
 from experiments.measuring.variance_table import report
 from experiments.running.command_line import CONF
-from experiments.running.train import Inputs, base_and_adapter, checked_inputs, lora_config, quiet_libraries
+from experiments.running.grpo_options import RunOptions
+from experiments.running.policy import base_and_adapter, lora_config
+from experiments.running.train import Inputs, checked_inputs, quiet_libraries
 from otb.errors import RunError
 from otb.exact_norms import trainable
 from otb.laboratory import workers
@@ -29,19 +31,21 @@ from otb.laboratory.estimators import Prompt, fitted
 from otb.laboratory.sampling import Sampler
 from otb.laboratory.scores import Measured
 from otb.policies.models import load_model
-from otb.training.options import refuse_generation
+from otb.sandbox import Sandbox
+from otb.tasks import Task
+from otb.training.options import refuse_generation_config
 
 # Its gradients estimate the true gradient: it is unbiased, and independent of the rollouts that it is measured on.
 REFERENCE = "energy_probe"
 ROLLOUTS_AT_ONCE = 512
 
 
-def laboratory(cfg: DictConfig, names: list[str], folder: Path, sandbox) -> None:
+def laboratory(cfg: DictConfig, names: list[str], folder: Path, task: Task, sandbox: Sandbox | None) -> None:
     """Makes everything from rollouts to tables and figures in `folder`, and measures nothing twice."""
     quiet_libraries()
-    inputs = checked_inputs(cfg, sandbox)
+    inputs = checked_inputs(cfg, task, sandbox)
     with Steps() as steps:
-        load = saved_policy(cfg, inputs.task, folder, steps)
+        load = saved_policy(cfg, task, folder, steps)
         start = (load, cfg.sketch, cfg.temperature)
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(cfg.workers or len(os.sched_getaffinity(0)), spawn, workers.start, start) as pool:
@@ -105,7 +109,7 @@ def saved_policy(cfg: DictConfig, task, folder: Path, steps: Steps) -> Callable:
     model = load()
     try:
         trainable(model)
-        refuse_generation(model.generation_config.to_dict(), "the model's generation_config.json")
+        refuse_generation_config(RunOptions(log_energy=True), model.generation_config.to_dict())
     except ValueError as error:
         raise RunError(str(error)) from error
     return load

@@ -1,10 +1,11 @@
-"""Builds what a configuration names by `_target_`: task, baseline, sandbox. Imports no torch."""
+"""Builds what a configuration names by `_target_`: task, baseline, methods, sandbox. Imports no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -13,6 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from otb.errors import RunError, first_line
 from otb.sandbox import Sandbox, SandboxFailure
+from otb.tasks import Task
+from otb.training.options import Batches
 
 # Groups that may be off (`_target_: null`) -> the argument of OTBTrainer that takes what they name.
 METHODS = {
@@ -21,6 +24,28 @@ METHODS = {
     "schedule": "lr_schedule",
     "token_weights": "token_weights",
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked configuration with what follows from it. experiments/checks makes it once; the command hands it on.
+
+    Args:
+        sandbox: of a task with tools, not yet opened; else None.
+        held_out: tasks of `evaluation.tasks` by name.
+        methods: what the groups of METHODS name, as arguments of OTBTrainer; nothing for one that is off.
+        processes: that train together.
+        step: how they divide the rollouts of a step.
+    """
+
+    cfg: DictConfig
+    task: Task
+    sandbox: Sandbox | None
+    held_out: Mapping[str, Task]
+    baseline: Callable
+    methods: Mapping[str, Any]
+    processes: int
+    step: Batches
 
 
 def is_tiny(model: DictConfig) -> bool:
@@ -72,20 +97,9 @@ def build(cfg: DictConfig, group: str):
         raise RunError(re.sub(rf"(?<![\w.])({keys})=", rf"{group}.\1=", reason)) from error
 
 
-def methods(cfg: DictConfig) -> dict[str, Any]:
-    """Returns what the groups of METHODS name, as arguments of OTBTrainer; None for one that is off."""
-    built = {argument: None if is_off(cfg, group) else build(cfg, group) for group, argument in METHODS.items()}
-    return {argument: method for argument, method in built.items() if method is not None}
-
-
 def is_off(cfg: DictConfig, group: str) -> bool:
     """Tells whether a group of METHODS has the choice that does nothing."""
     return (cfg.get(group) or {}).get("_target_") is None
-
-
-def uses_tools(cfg: DictConfig) -> bool:
-    """Tells whether the task of a configuration needs a sandbox."""
-    return build(cfg, "task").environment is not None
 
 
 def has_reference(cfg: DictConfig) -> bool:
@@ -94,14 +108,12 @@ def has_reference(cfg: DictConfig) -> bool:
 
 
 @contextmanager
-def opened_sandbox(cfg: DictConfig) -> Iterator[Sandbox | None]:
-    """Yields the sandbox of a task with tools, which it tries first; None for another task. Raises RunError."""
-    if not uses_tools(cfg):
-        yield None
-        return
-    with closing(build(cfg, "sandbox")) as sandbox:
+def opened(sandbox: Sandbox | None) -> Iterator[None]:
+    """Tries the sandbox of a task with tools, and closes it at the end; None: nothing. Raises RunError."""
+    with nullcontext() if sandbox is None else closing(sandbox):
         try:
-            sandbox.check()
+            if sandbox is not None:
+                sandbox.check()
         except SandboxFailure as error:
             raise RunError(f"sandbox: {error}") from error
-        yield sandbox
+        yield

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 from datasets import Dataset
 from omegaconf import DictConfig
 
-from experiments.running.held_out import HeldOut, held_out_rows, held_out_tasks, own_name
+from experiments.running.held_out import HeldOut, held_out_rows, own_name
 from otb.errors import RunError
 from otb.tasks import Task
 
@@ -56,8 +56,11 @@ def told_by_the_first(work: Callable[[], T]) -> T:
     return result
 
 
-def load_rows(cfg: DictConfig, task: Task) -> Rows:
-    """Returns the rows of a run. Raises RunError for every problem with them, before a model is loaded."""
+def load_rows(cfg: DictConfig, task: Task, tasks: Mapping[str, Task] | None = None) -> Rows:
+    """Returns the rows of a run. Raises RunError for every problem with them, before a model is loaded.
+
+    tasks: of `evaluation.tasks`, by name.
+    """
     try:
         train, evaluation = task.train_dataset(), task.eval_dataset()
     except (ValueError, FileNotFoundError) as error:
@@ -68,7 +71,7 @@ def load_rows(cfg: DictConfig, task: Task) -> Rows:
             f"{task.name}. Try prompts_per_step={len(train)}."
         )
     own = HeldOut(own_name(task), list(evaluation), task.reward)
-    held_out = [own, *held_out_rows(cfg, held_out_tasks(cfg))]
+    held_out = [own, *held_out_rows(cfg, tasks or {})]
     shared = [shared_prompts(train, one) for one in held_out]
     if shared[0] and not hasattr(task, "sources"):  # made in code, where it can be put right
         raise RunError(f"{shared[0]} No prompt may be in both: change train_dataset or eval_dataset of the task.")
@@ -88,14 +91,13 @@ def shared_prompts(train: Dataset, held_out: HeldOut) -> str:
     )
 
 
-def provenance(cfg: DictConfig, task: Task, rows: Rows) -> dict:
-    """Returns where the rows come from: `train`, `eval`, and each of `evaluation.tasks` under its name."""
+def provenance(task: Task, tasks: Mapping[str, Task], rows: Rows) -> dict:
+    """Returns where the rows come from: `train`, `eval`, and each of `evaluation.tasks`, `tasks`, under its name."""
     own, *others = rows.held_out
     if hasattr(task, "provenance"):
         found = task.provenance()
     else:
         found = {"train": rows_facts(rows.train), "eval": rows_facts(own.rows)}
-    tasks = held_out_tasks(cfg)
     return found | {held_out.name: evaluation_facts(tasks[held_out.name], held_out.rows) for held_out in others}
 
 

@@ -5,7 +5,7 @@ They bring problems and graders; the limits of a response and Python as a tool a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,10 +33,9 @@ def own_name(task: Task) -> str:
     return getattr(getattr(task, "evaluation", None), "name", task.name)
 
 
-def held_out_tasks(cfg: DictConfig) -> dict[str, Task]:
-    """Returns the tasks of `evaluation.tasks` by name; raises RunError for what cannot be evaluated. Reads no rows."""
-    own, known = build(cfg, "task"), sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
-    names = OmegaConf.select(cfg, "evaluation.tasks")  # the laboratory's configuration has none
+def _held_out_tasks(cfg: DictConfig, own: Task) -> dict[str, Task]:
+    known = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
+    names = cfg.evaluation.tasks
     if names is not None and not isinstance(names, ListConfig):
         raise RunError(f"evaluation.tasks={names} must be a list of tasks. Try 'evaluation.tasks=[{names}]'.")
     tasks: dict[str, Task] = {}
@@ -50,11 +49,12 @@ def held_out_tasks(cfg: DictConfig) -> dict[str, Task]:
     return tasks
 
 
-def check_held_out(cfg: DictConfig) -> None:
-    """Raises RunError for keys of `evaluation` that cannot be."""
+def checked_held_out(cfg: DictConfig, own: Task) -> dict[str, Task]:
+    """Returns the tasks of `evaluation.tasks` by name. own: the run's task. Reads no rows.
+
+    Raises RunError for keys of `evaluation` that cannot be, and for tasks that this run cannot be evaluated on.
+    """
     node = cfg.evaluation
-    if node.max_rows is not None and (type(node.max_rows) is not int or node.max_rows < 1):
-        raise RunError(f"evaluation.max_rows={node.max_rows} must be a whole number >= 1, or null for all. Try 64.")
     if node.data_dir is not None and not Path(str(node.data_dir)).expanduser().is_dir():
         raise RunError(f"evaluation.data_dir={node.data_dir} is not a folder. Give one with a folder per set.")
     for key in ("data_dir", "max_rows"):
@@ -63,10 +63,10 @@ def check_held_out(cfg: DictConfig) -> None:
                 f"evaluation.{key}={node[key]} is of the sets in evaluation.tasks, and there are none. Leave it out; "
                 "task.path and task.max_eval_rows are of the run's own rows."
             )
-    held_out_tasks(cfg)
+    return _held_out_tasks(cfg, own)
 
 
-def held_out_rows(cfg: DictConfig, tasks: dict[str, Task]) -> list[HeldOut]:
+def held_out_rows(cfg: DictConfig, tasks: Mapping[str, Task]) -> list[HeldOut]:
     """Returns the sets with their first `evaluation.max_rows` rows. Raises RunError for rows that cannot be read."""
     sets = []
     for name, task in tasks.items():

@@ -12,27 +12,27 @@ from omegaconf import DictConfig
 from transformers.trainer_utils import set_seed
 from transformers.utils import get_json_schema
 
-from experiments.running.build import build
+from experiments.running.devices import emulated_bfloat16
 from experiments.running.environment import PACKAGES, commit, installed
-from experiments.running.hardware import emulated_bfloat16
+from experiments.running.policy import described, lora_config, weights_dtype, weights_folder
 from experiments.running.progress import Progress
 from experiments.running.threads import use_threads
-from experiments.running.train import described, lora_config, quiet_libraries, weights_dtype, weights_folder
+from experiments.running.train import quiet_libraries
 from otb.errors import RunError
 from otb.methods.tool_calls import check_tool_template
 from otb.policies.folders import write_policy
 from otb.policies.models import check_lora_targets, load_model, model_facts
 from otb.policies.supervised import Supervision, supervised
+from otb.tasks import Task
 from otb.training.options import Batches
 
 
-def make_policy(cfg: DictConfig, output: Path, step: Batches, record: dict) -> dict:
+def make_policy(cfg: DictConfig, task: Task, output: Path, step: Batches, record: dict) -> dict:
     """Writes the policy to `output`, whole or not at all, and returns its record with what was measured.
 
     record: what is known already. Raises RunError where data, tokenizer or weights cannot be loaded.
     """
     quiet_libraries()
-    task = build(cfg, "task")
     chats = demonstrations(cfg, task)
     tokenizer, model_config = described(cfg)
     tools = None if task.environment is None else [get_json_schema(task.environment(None).python)]
@@ -64,7 +64,7 @@ def make_policy(cfg: DictConfig, output: Path, step: Batches, record: dict) -> d
     return record
 
 
-def demonstrations(cfg: DictConfig, task) -> list[list[dict]]:
+def demonstrations(cfg: DictConfig, task: Task) -> list[list[dict]]:
     """Returns solved problems as chats that end with the solution. Raises RunError where there are too few."""
     if hasattr(task, "demonstrations"):
         chats = task.demonstrations(cfg.seed, cfg.demonstrations, cfg.noise)

@@ -24,6 +24,7 @@ from trl import GRPOTrainer
 
 from experiments.running import trackers
 from experiments.running.data import told_by_the_first
+from experiments.running.grpo_options import RunOptions
 from experiments.running.held_out import HeldOut
 from experiments.running.held_out_sampler import HeldOutSampler, Samples
 from experiments.running.kept_rollouts import FiniteCheck, KeptRollouts
@@ -98,6 +99,8 @@ class RunTrainer(OTBTrainer):
         RunError: a file cannot be written, the lock was lost, or a loss or gradient is not finite.
         Interrupted: a warning signal or Ctrl-C came, and the checkpoint is written.
     """
+
+    words = RunOptions
 
     def __init__(
         self,

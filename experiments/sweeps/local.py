@@ -20,7 +20,7 @@ from typing import NamedTuple
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
-from experiments.running.hardware import visible_gpus
+from experiments.running.devices import visible_gpus
 from experiments.running.run_lock import (
     RESTARTS_VARIABLE,
     SWEEP_VARIABLE,

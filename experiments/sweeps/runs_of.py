@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 
 from experiments.checks import check
 from experiments.checks.files import check_files
+from experiments.checks.machine import check_enough_gpus, check_gpus_of_launcher
 from experiments.planning.fit import check_largest_card
-from experiments.running.hardware import check_enough_gpus, check_gpus_of_launcher
 from experiments.running.identity import run_path
 from experiments.sweeps.jobs import Job
 from experiments.sweeps.state import state_of
@@ -42,14 +42,14 @@ def plan(
         seen[run] = number
         job = Job(number, run, list(overrides), cfg.steps)
         try:
-            check(cfg, processes)
+            checked = check(cfg, processes)
             if here:
                 check_enough_gpus(cfg)
             else:
                 check_gpus_of_launcher(cfg, processes)
                 check_largest_card(cfg, processes)
             if cfg.overwrite or state_of(job).state != "done":
-                check_files(cfg, here)
+                check_files(cfg, checked.task, checked.held_out, here)
         except RunError as error:
             job.error = str(error)
         jobs.append(job)

@@ -2,26 +2,29 @@
 
 The head predicts the token after the next one (otb/methods/mtp.py). What its loss does to the policy is the mode; with
 `occ` it is weighted by how well the two move together (arXiv 2605.28184). OTBTrainer takes the options as `auxiliary`,
-otb/mtp_training.py makes a loss of them. Importing this file imports no torch.
+otb/methods/auxiliary_head.py makes a loss of them. Importing this file imports no torch.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
+from otb.refusals import Code, Options, Taken
 from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 MODES = ("detach", "ce", "policy", "occ", "occ_as_code")
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "mimo")  # model_type of what heads have been tested for
 LOSS_TYPES = ("dr_grpo", "dapo", "grpo", "bnpo")  # which clip the ratio token by token
-# Options of the policy's loss that change single tokens of it -> the value at which they do nothing.
-LEFT_ALONE = {
-    "importance_sampling_level": "token",
-    "off_policy_mask_threshold": None,
-    "top_entropy_quantile": 1.0,
-    "delta": None,
-}
+ONE_LOSS = "changes tokens of the policy's loss, and not of its head's"
+WITH_POLICY_LOSS = (
+    Taken("loss_type", LOSS_TYPES, "does not clip the ratio token by token, as the head's policy loss does"),
+    Taken("importance_sampling_level", ("token",), ONE_LOSS),
+    Taken("off_policy_mask_threshold", (None,), ONE_LOSS),
+    Taken("top_entropy_quantile", (1.0,), ONE_LOSS),
+    Taken("delta", (None,), ONE_LOSS),
+)
 NEVER = ("use_liger_kernel", "cast_lm_head_to_fp32", "fp16", "torch_compile")  # untested beside a head
+PLAIN_MODULES = "beside an auxiliary head: it reads hidden states and the LM head's weight from plain torch modules"
 RULES = {
     "weight": Rule("above 0", is_positive, 0.1),
     "lambda_plus": Rule("above 0", is_positive, 1),
@@ -81,61 +84,33 @@ class MultiTokenPrediction:
         """Tells whether the head's log-probs at the moment of sampling are read."""
         return self.mode == "occ" or (self.ratio_to == "head" and self.mode in ("policy", "occ_as_code"))
 
-
-def refuse_both(improvement: object | None, auxiliary: object | None) -> None:
-    """Raises ValueError for a head beside improvement updates. None: there is none of the two."""
-    if improvement is not None and auxiliary is not None:
-        raise ValueError(
-            "improvement= trains on the last batch once more, and what an auxiliary head's changes would be measured "
-            "against there has not been worked out. Leave out improvement=, or auxiliary=."
-        )
-
-
-def refuse_auxiliary(args: Any, auxiliary: MultiTokenPrediction, lora: Any = None, optimizers: Any = None) -> None:
-    """Raises ValueError for options that a head cannot work with, or has not been tested with.
-
-    args: a GRPOConfig, or what has some of its attributes. lora: a peft configuration or its fields, None without.
-    optimizers: as in transformers.Trainer.
-    """
-    for option in NEVER:
-        if getattr(args, option, False):
-            raise ValueError(
-                f"{option}=True beside an auxiliary head: the head reads hidden states and the LM head's weight as "
-                f"plain torch modules have them. Use {option}=False, or auxiliary=none."
+    def refuse(self, options: Options) -> None:
+        """Raises ValueError for options that a head cannot work with, or has not been tested with."""
+        off, with_loss = ("auxiliary", None), ("auxiliary.mode", "ce")
+        options.refuse_sharding("an auxiliary head reads whole weights", off)
+        if options.improvement is not None:
+            rule = (
+                "trains on a batch once more, and what a head would be measured against there has not been worked out"
             )
-    if lora:
-        raise ValueError(
-            "an adapter of LoRA beside an auxiliary head: the head is trained whole, and whether its loss should reach "
-            "an adapter has not been tested. Leave model.lora (in a script peft_config) out, or use auxiliary=none."
-        )
-    if optimizers is not None and optimizers[0] is not None:
-        raise ValueError(
-            f"optimizers=({type(optimizers[0]).__name__}, ...) does not know the head's parameters, which the "
-            "trainer's own gets. Leave optimizers out."
-        )
-    if auxiliary.mode in ("detach", "ce"):
-        return
-    loss_type = getattr(args, "loss_type", LOSS_TYPES[0])
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(
-            f"loss_type={loss_type!r}: the head's policy loss clips the ratio token by token, as "
-            f"{', '.join(LOSS_TYPES)} do. Use one of these, or auxiliary.mode=ce."
-        )
-    for option, neutral in LEFT_ALONE.items():
-        if (value := getattr(args, option, neutral)) != neutral:
-            raise ValueError(
-                f"{option}={value} changes tokens of the policy's loss, and not of its head's. Use "
-                f"{option}={'null' if neutral is None else neutral}, or auxiliary.mode=ce."
+            raise options.refusal("improvement", rule, ("improvement", None), off)
+        options.refuse_others((Taken(option, (False,), PLAIN_MODULES) for option in NEVER), off)
+        if options.peft_config:
+            rule = (
+                "is an adapter of LoRA beside an auxiliary head; whether its loss should reach one has not been tested"
             )
-    accumulated = getattr(args, "gradient_accumulation_steps", 1)
-    iterations = getattr(args, "num_iterations", 1)
-    of_a_generation = (getattr(args, "steps_per_generation", None) or accumulated) * iterations
-    if auxiliary.has_lambda and of_a_generation <= accumulated:
-        raise ValueError(
-            f"num_iterations={iterations} makes one update per batch, and mode={auxiliary.mode} measures what updates "
-            "of a batch have changed: lambda would be 0 throughout, a run with detach. Use "
-            "num_iterations=2, or auxiliary.mode=policy."
-        )
+            raise options.refusal("peft_config", rule, f"no {options.key('peft_config')}", off)
+        if options.optimizers is not None and options.optimizers[0] is not None:
+            given = Code(f"({type(options.optimizers[0]).__name__}, ...)")
+            rule = "does not know the head's parameters, which the trainer's own optimizer gets"
+            raise options.refusal("optimizers", rule, "no optimizers", off, value=given)
+        if self.mode in ("detach", "ce"):
+            return
+        options.refuse_others(WITH_POLICY_LOSS, with_loss)
+        accumulated, iterations = options.gradient_accumulation_steps or 1, options.num_iterations or 1
+        if self.has_lambda and (options.steps_per_generation or accumulated) * iterations <= accumulated:
+            rule = f"makes one update per batch, and mode={self.mode} measures what earlier updates of it have changed"
+            fixes = ("num_iterations", 2), ("auxiliary.mode", "policy")
+            raise options.refusal("num_iterations", rule, *fixes, value=iterations)
 
 
 def refuse_architecture(model_type: str) -> None:

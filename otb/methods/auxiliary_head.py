@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from otb.adapters import final_norm
 from otb.loss_inputs import per_position, response_mask
 from otb.methods import Method
-from otb.methods.auxiliary import MultiTokenPrediction, refuse_architecture, refuse_auxiliary
+from otb.methods.auxiliary import MultiTokenPrediction, refuse_architecture
 from otb.methods.mtp import (
     MTPHead,
     aggregated,
@@ -56,8 +56,7 @@ class AuxiliaryHead(Method, TrainerCallback):
     def attach(self, trainer) -> None:
         super().attach(trainer)
         trainer.add_callback(self)
-        refuse_auxiliary(trainer.args, self.options, getattr(trainer.model, "peft_config", None))
-        trainer.refuse_sharding("auxiliary=", "auxiliary=None")
+        self.options.refuse(trainer.asked.but(peft_config=getattr(trainer.model, "peft_config", None)))
         self.causal = causal = trainer.causal_model()
         refuse_architecture(causal.config.model_type)
         self.head = MTPHead(causal, trainer.args.seed).to(trainer.accelerator.device)

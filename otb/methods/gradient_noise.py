@@ -45,10 +45,6 @@ class GradientNoise(Method):
         self._norms: BackwardNorms | None = None  # from the first backward pass on
         self._squares: list[Tensor] = []  # squared gradient norms of the micro-batches since the last optimizer step
 
-    def attach(self, trainer) -> None:
-        super().attach(trainer)
-        trainer.refuse_sharding("measure_gradient_noise=True", "measure_gradient_noise=False")
-
     def finish(self, step: Step) -> None:
         """Numbers the rollouts before TRL shuffles them. Raises ValueError for rows with images."""
         if "pixel_values" in step.output:

@@ -1,7 +1,7 @@
 """PIPO's weight of an improvement update (arXiv 2604.00860): was the last update followed by a better batch?
 
 The mean reward mu_t of every batch is compared with those of the `window` batches before it, xi_t = (mu_t - mu_his) /
-(sigma_his + eps). otb/improving_trainer.py then updates the policy once more on the batch before, with its advantages
+(sigma_his + eps). otb/methods/improvement_update.py updates the policy once more on the batch before, its advantages
 times phi_t, which is xi_t where it is positive and `negative_scale` xi_t where it is not. Imports no torch at the top.
 docs/neighbours/pipo.md holds the sources and what was chosen where they disagree.
 """
@@ -13,6 +13,7 @@ import random
 import statistics
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from otb.refusals import Options, Taken
 from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 if TYPE_CHECKING:
@@ -25,6 +26,16 @@ RULES = {
     "eps": Rule("a positive number", is_positive, 1e-8),
     "cap": Rule("a positive number, or null for none", is_positive, 3, optional=True),
 }
+
+UNTRIED = "has not been tried with improvement updates, which change the weights between the rollouts and their update"
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # of TRL's, those of the clipped ratio
+WORKS_WITH = (
+    Taken("num_iterations", (1,), "makes several updates on a batch; the improvement update weighs one update"),
+    Taken("loss_type", CLIPPED_LOSSES, "has no clipped ratio to hold the improvement update near the policy before"),
+    Taken("off_policy_mask_threshold", (None,), "keeps or drops rollouts by the sign of an advantage, which may turn"),
+    Taken("use_vllm", (False,), UNTRIED),
+    Taken("fp16", (False,), UNTRIED),
+)
 
 
 class Reading(NamedTuple):
@@ -83,6 +94,20 @@ class PolicyImprovement:
         refuse_out_of_range(vars(self), RULES)
         refuse_unknown("mode", mode, ("pipo", "constant", "shuffled"))
         refuse_unknown("advantages", advantages, ("native", "scaled"))
+
+    def refuse(self, options: Options) -> None:
+        """Raises ValueError for options beside which an improvement update could not be what it says."""
+        off, accumulation = ("improvement", None), options.gradient_accumulation_steps
+        options.refuse_sharding("an improvement update has only been tried with whole ones", off)
+        options.refuse_others(WORKS_WITH, off)
+        if options.steps_per_generation != accumulation:
+            rule = f"beside {options.says('gradient_accumulation_steps')}: the update weighs one step for each batch"
+            raise options.refusal("steps_per_generation", rule, ("steps_per_generation", accumulation), off)
+
+    @property
+    def steps_before(self) -> int:
+        """The steps that pass before the first improvement update can come: "shuffled" draws from an earlier xi."""
+        return self.window + (self.mode == "shuffled")
 
     def observe(self, mean_reward: float) -> Reading:
         """Takes the mean reward of a new batch, over all processes of the run, and compares it with those before it.

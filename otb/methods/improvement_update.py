@@ -48,7 +48,6 @@ class ImprovementUpdate(Method):
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
-        trainer.refuse_sharding("improvement=", "improvement=None")
         if self.improvement.seed is None:
             self.improvement.seed = trainer.args.seed
 

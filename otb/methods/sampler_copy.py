@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
 from otb.methods import Method
-from otb.training.options import refuse_generation
 
 
 class CopySampling(Method):
@@ -27,10 +26,6 @@ class CopySampling(Method):
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
-        trainer.refuse_sharding(f"sampler_dtype={self.dtype}", "sampler_dtype=None")
-        reader = ("the sampler's log-probs", "sampler_dtype=None")
-        of_model = trainer.model.generation_config.to_dict()
-        refuse_generation(of_model, "the model's generation_config.json", reader=reader)
         trainer.vllm_generation = SamplerCopy(
             trainer.accelerator.unwrap_model(trainer.model),
             trainer.causal_model(),

@@ -12,6 +12,7 @@ import warnings
 from typing import Literal
 
 from otb.methods import Method, Step
+from otb.refusals import Code, Options, Taken
 from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 RULES = {
@@ -22,6 +23,13 @@ RULES = {
     "factor": Rule("a number between 0 and 1, without them", lambda value: 0 < value < 1, 0.5),
     "floor": Rule("a number from 0 to 1", lambda value: 0 <= value <= 1, 0.1),
     "fixed_period": Rule("a whole number >= 1, or null", lambda value: value >= 1, 100, whole=True, optional=True),
+}
+
+LEAVE_THE_RATE: dict[str, tuple] = {  # options that move the learning rate -> values that do not
+    "lr_scheduler_type": ("constant",),
+    "lr_scheduler_kwargs": (None, {}),
+    "warmup_steps": (0,),
+    "warmup_ratio": (None, 0),
 }
 
 
@@ -70,6 +78,15 @@ class LengthTriggeredDecay:
         self.surge_step: int | None = None
         refuse_out_of_range(vars(self), RULES)
         refuse_unknown("anchor", anchor, ("start", "surge"))
+
+    def refuse(self, options: Options) -> None:
+        """Raises ValueError where something else would move the learning rate, too."""
+        own = options.key("lr_schedule")
+        rule, off = f"and {own} would both set the learning rate; {own}.warmup is its own", ("lr_schedule", None)
+        if options.optimizers is not None and options.optimizers[1] is not None:
+            given = Code(f"(..., {type(options.optimizers[1]).__name__})")
+            raise options.refusal("optimizers", rule, "no scheduler in optimizers", off, value=given)
+        options.refuse_others((Taken(option, values, rule) for option, values in LEAVE_THE_RATE.items()), off)
 
     def observe(self, step: int, mean_length: float) -> None:
         """Takes the mean length of the responses of a batch, in own tokens, over all processes of the run.

@@ -2,7 +2,7 @@
 
 A signal per token says which tokens are to carry the gradient: f_t = T w_t and w_t = (signal_t + eps)^p / sum_k
 (signal_k + eps)^p. With `arca` (arXiv 2606.00257) the signal is how far LoRA has moved the hidden state that predicts
-the token. MeasuringTrainer measures the signal and multiplies the score norms by f_t^2, OTBTrainer multiplies the
+the token. `Passes` measures the signal and multiplies the score norms by f_t^2, `WeightedAdvantages` multiplies the
 advantages by f_t after the baseline is subtracted: the gradient is made of f_t A_t s_t. Importing this file imports no
 torch.
 """
@@ -10,9 +10,10 @@ torch.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from otb.methods import Method, Step
+from otb.refusals import Code, Options
 from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 if TYPE_CHECKING:
@@ -93,6 +94,32 @@ class TokenWeights:
         """Tells whether the base is asked, which costs one forward without gradient with the adapter disabled."""
         return self.measure in OF_THE_BASE
 
+    def refuse(self, options: Options) -> None:
+        """Raises ValueError unless the base can be had by disabling the adapter, for a signal that compares with it.
+
+        options.peft_config: a peft configuration, or a mapping of its fields.
+        """
+        lora, what = options.peft_config, options.says("token_weights", self.signal)
+        adapter = ("peft_config", Code("LoraConfig(...)"))
+        if not self.reads_base:
+            return
+        if not lora:
+            rule = (
+                "compares the policy with its base, the weights with LoRA's adapter disabled, and there is no adapter"
+            )
+            raise options.refusal("token_weights", rule, adapter, ("token_weights", "surprisal"), value=self.signal)
+        fields = lora if isinstance(lora, dict) else vars(lora)
+        if (bias := fields.get("bias", "none")) != "none":
+            rule = f"trains biases of the base itself, which {what} takes for what the adapter has not moved"
+            raise options.refusal("peft_config.bias", rule, ("peft_config.bias", "none"), value=bias)
+        if str(start := fields.get("init_lora_weights", True)).lower().startswith(INTO_THE_BASE):
+            rule = f"subtracts the adapter's first product from the base, and {what} compares with the base before"
+            name = "peft_config.init_lora_weights"
+            raise options.refusal(name, rule, (name, True), value=start)
+        if getattr(lora, "is_prompt_learning", False):
+            rule = f"puts positions of its own before the hidden states, and {what} compares position by position"
+            raise options.refusal("peft_config", rule, adapter)
+
     def signals(self, measured: Tensor, own: Tensor) -> Tensor:
         """Returns the signal, >= 0, (B, T). measured (B, T): what `measure` names, packed; own (B, T) bool."""
         if self.signal == "entropy_reduction":
@@ -165,36 +192,6 @@ def entropy_reductions(entropies: Tensor, own: Tensor) -> Tensor:
 
     reductions = (entropies[:, :-1] - entropies[:, 1:]).clamp(min=0).masked_fill(~own[:, 1:], 0)
     return torch.nn.functional.pad(reductions, (0, 1)) if own.shape[1] else entropies
-
-
-def refuse_without_base(signal: str, lora: Any) -> None:
-    """Raises ValueError unless the base can be had by disabling the adapter.
-
-    lora: a peft configuration, or a mapping of its fields; None or an empty mapping where there is no adapter.
-    """
-    if not lora:
-        raise ValueError(
-            f"token_weights={signal} compares the policy with its base, the same weights with the adapter of LoRA "
-            "disabled, and there is no adapter. Use model.lora.r=16 (in a script peft_config=LoraConfig(...)), or "
-            "token_weights=surprisal."
-        )
-    fields = lora if isinstance(lora, dict) else vars(lora)
-    if (bias := fields.get("bias", "none")) != "none":
-        raise ValueError(
-            f"lora.bias={bias} trains biases of the base itself, which token_weights={signal} takes for what the "
-            "adapter has not moved. Use lora.bias=none."
-        )
-    if str(start := fields.get("init_lora_weights", True)).lower().startswith(INTO_THE_BASE):
-        raise ValueError(
-            f"lora.init_lora_weights={start} takes what the adapter begins with out of the base's weights, so that "
-            f"without its adapter the model is not the one that training began with, which token_weights={signal} "
-            "compares with. Use lora.init_lora_weights=true."
-        )
-    if getattr(lora, "is_prompt_learning", False):
-        raise ValueError(
-            f"token_weights={signal} compares hidden states position by position, and {type(lora).__name__} puts "
-            "positions of its own before them. Use LoraConfig."
-        )
 
 
 class WeightedAdvantages(Method):

@@ -1,15 +1,17 @@
 """Checks which options make sense together: those of trl.GRPOConfig with a baseline, and the batches of a step.
 
-OTBTrainer calls it, and so does the command line before it imports torch: this file imports neither torch nor trl.
+OTBTrainer calls `refuse` before it loads a model, and so does the command line before it imports torch: this file
+imports neither torch nor trl.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from otb import baselines
+from otb.refusals import Options, Taken
 from otb.values import refuse_arguments
 
 # What each option of GRPOConfig must be for the softmax at the temperature to be the distribution sampled from.
@@ -23,186 +25,138 @@ NEUTRAL_SAMPLING = {
 # Further options of generate() and of vLLM's SamplingParams that change what is sampled; TRL leaves them to
 # generation_kwargs and to the model's own generation configuration, which fills in whatever TRL sets to None.
 OTHER_SAMPLING = {
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), 0.0),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "min_tokens"), 0),
     "num_beams": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "top_h": None,
-    "penalty_alpha": None,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "sequence_bias": None,
-    "guidance_scale": None,
-    "watermarking_config": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "min_tokens": 0,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "structured_outputs": None,
+    **dict.fromkeys(
+        (
+            *("top_h", "penalty_alpha", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
+            *("guidance_scale", "watermarking_config"),
+            *("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),  # of vLLM
+        )
+    ),
 }
 
-SCORE_NORMS = ("the score norms", "a baseline without energy")  # what reads the softmax, and what does not
+METHODS = ("lr_schedule", "token_weights", "improvement", "auxiliary")  # arguments of OTBTrainer that may be None
 SAMPLER_DTYPES = ("bfloat16",)
+NOT_BESIDE_A_COPY = ("use_vllm", "use_transformers_continuous_batching", "cast_lm_head_to_fp32", "bf16", "fp16")
 
 
-def refuse_options(args: Any, baseline: Callable, needs_score_norms: bool, weighs_tokens: bool = False) -> None:
-    """Raises ValueError for options that do not fit the baseline. args: a GRPOConfig, or what has its attributes.
+def refuse(options: Options) -> None:
+    """Raises ValueError for options that cannot go together, in the words of whoever set them.
 
-    weighs_tokens: whether token weights make an advantage per token of whatever the baseline returns.
+    options: fields of a GRPOConfig, and the arguments of OTBTrainer by their names.
     """
+    _refuse_baseline(options)
+    _refuse_per_token(options)
+    _refuse_sampler_copy(options)
+    refuse_other_sampling(options)
+    _refuse_band(options)
+    if options.measure_gradient_noise:
+        _refuse_noise(options)
+    for method in filter(None, (getattr(options, name) for name in METHODS)):
+        method.refuse(options)
+
+
+def _refuse_baseline(options: Options) -> None:
+    baseline, group_size = options.baseline, options.num_generations
     refuse_arguments(baseline)
-    name, group_size = baselines.name_of(baseline), args.num_generations
-    if group_size < (smallest := baselines.min_group_size_of(baseline)):
-        other = ", or use a baseline that works with one rollout (none, otb, energy_probe)" if group_size == 1 else ""
-        raise ValueError(
-            f"num_generations={group_size}: baseline {name} compares rollouts of one prompt and needs at least "
-            f"{smallest}. Try num_generations={smallest}{other}."
-        )
-    if args.multi_objective_aggregation != "sum_then_normalize":
-        raise ValueError(
-            f"multi_objective_aggregation={args.multi_objective_aggregation!r} normalises each reward by its group, "
-            "which is a baseline of its own. Use 'sum_then_normalize'."
-        )
-    if weighs_tokens or baselines.is_per_token(baseline):
-        name = name if baselines.is_per_token(baseline) else "token_weights"
-        if args.off_policy_mask_threshold is not None:
-            raise ValueError(
-                f"off_policy_mask_threshold={args.off_policy_mask_threshold} keeps or drops whole rollouts by the sign "
-                f"of one advantage; {name} has one per token. Use off_policy_mask_threshold=null."
-            )
-        if args.loss_type == "vespo":
-            raise ValueError(
-                f"loss_type='vespo' weighs whole rollouts by the sign of one advantage; {name} has one per token. "
-                "Use 'dr_grpo' or 'dapo'."
-            )
-    if needs_score_norms:
-        refuse_other_sampling(args, SCORE_NORMS)
+    name, smallest = baselines.name_of(baseline), baselines.min_group_size_of(baseline)
+    if group_size is not None and group_size < smallest:
+        rule = f": baseline {name} compares rollouts of one prompt and needs at least {smallest}"
+        other = ("a baseline that works with one rollout (none, otb, energy_probe)",) if group_size == 1 else ()
+        raise options.refusal("num_generations", rule, ("num_generations", smallest), *other)
+    rule = "normalises each reward by its group, which is a baseline of its own"
+    options.refuse_others((Taken("multi_objective_aggregation", ("sum_then_normalize",), rule),))
+    if baselines.needs_of(baseline) & baselines.EXACT_NORMS:
+        options.refuse_sharding(f"baseline={name} reads whole gradients", "a baseline without exact norms")
 
 
-def refuse_sampler_dtype(args: Any) -> None:
-    """Raises ValueError where a copy of the policy cannot sample as it is asked to. args: as in `refuse_options`."""
-    dtype = getattr(args, "sampler_dtype", None)
-    if dtype is None:
+def _refuse_per_token(options: Options) -> None:
+    per_token = baselines.is_per_token(options.baseline)
+    if not per_token and options.token_weights is None:
         return
-    if dtype not in SAMPLER_DTYPES:
-        raise ValueError(
-            f"sampler_dtype={dtype} is not one of {', '.join(SAMPLER_DTYPES)}. Try sampler_dtype=bfloat16."
-        )
-    for option in ("use_vllm", "use_transformers_continuous_batching", "cast_lm_head_to_fp32", "bf16", "fp16"):
-        if getattr(args, option, False):
-            raise ValueError(
-                f"{option}=True beside sampler_dtype={dtype}: the sampler is a copy of a float32 policy, which nothing "
-                f"else samples for or casts. Use {option}=False, or sampler_dtype=None."
-            )
-    mode = getattr(args, "vllm_importance_sampling_mode", "")
-    if args.loss_type == "vespo" and mode.startswith("sequence"):
-        raise ValueError(
-            f"loss_type='vespo' corrects whole rollouts by itself, and vllm_importance_sampling_mode={mode} would do "
-            "so again. Use token_truncate or token_mask."
-        )
-    refuse_other_sampling(args, ("the sampler's log-probs", "sampler_dtype=None"))
+    name = baselines.name_of(options.baseline) if per_token else "token_weights"
+    rule = f"reads one advantage of a whole rollout by its sign; {name} has one per token"
+    options.refuse_others((Taken("off_policy_mask_threshold", (None,), rule),))
+    if options.loss_type == "vespo":
+        raise options.refusal("loss_type", rule, ("loss_type", "dr_grpo"), ("loss_type", "dapo"))
 
 
-def refuse_band(args: Any) -> None:
-    """Raises ValueError for a `geometric_ratio_band` that is none, or without what it reads. args: as above."""
-    band = getattr(args, "geometric_ratio_band", None)
+def _refuse_sampler_copy(options: Options) -> None:
+    if options.sampler_dtype is None:
+        return
+    off, copy = ("sampler_dtype", None), options.says("sampler_dtype")
+    rule = f"is not one of {', '.join(SAMPLER_DTYPES)}"
+    options.refuse_others((Taken("sampler_dtype", SAMPLER_DTYPES, rule),), off)
+    options.refuse_sharding(f"{copy} copies the whole policy", off)
+    rule = (
+        f"beside {copy}: the sampler is a bfloat16 copy of a float32 policy; nothing else may sample for it or cast it"
+    )
+    options.refuse_others((Taken(option, (False,), rule) for option in NOT_BESIDE_A_COPY), off)
+    if options.loss_type == "vespo":
+        rule = f"would correct whole rollouts once more, as {options.says('loss_type')} does so by itself"
+        options.refuse_others((Taken("vllm_importance_sampling_mode", ("token_truncate", "token_mask"), rule),))
+
+
+def _refuse_band(options: Options) -> None:
+    name, band, off = "geometric_ratio_band", options.geometric_ratio_band, ("geometric_ratio_band", None)
     if band is None:
         return
     numbers = isinstance(band, list | tuple) and len(band) == 2 and all(isinstance(x, int | float) for x in band)
     if not numbers or not 0 < band[0] < 1 < band[1]:
-        raise ValueError(
-            f"geometric_ratio_band={band} must be two numbers [low, high] around 1, or None. Try "
-            "geometric_ratio_band=[0.99,1.01]."
-        )
-    if not getattr(args, "use_vllm", False) and getattr(args, "sampler_dtype", None) is None:
-        raise ValueError(
-            "geometric_ratio_band compares the policy that trains with a sampler of other numerics, and use_vllm=False "
-            "samples with the policy itself. Use use_vllm=True (or sampler_dtype=bfloat16), or "
-            "geometric_ratio_band=None."
-        )
-    if not getattr(args, "vllm_importance_sampling_correction", True):
-        raise ValueError(
-            "vllm_importance_sampling_correction=False leaves out the policy's log-probs, and geometric_ratio_band "
-            "compares them with the sampler's. Use vllm_importance_sampling_correction=True, or "
-            "geometric_ratio_band=None."
-        )
+        raise options.refusal(name, "must be two numbers [low, high] around 1", (name, (0.99, 1.01)), off)
+    if not options.use_vllm and options.sampler_dtype is None:
+        same = options.says("use_vllm", False)
+        rule = f"compares the policy with a sampler of other numerics, and {same} samples with the policy itself"
+        raise options.refusal(name, rule, ("use_vllm", True), ("sampler_dtype", SAMPLER_DTYPES[0]), off)
+    rule = f"leaves out the policy's log-probs, which {name} compares with the sampler's"
+    options.refuse_others((Taken("vllm_importance_sampling_correction", (True,), rule),), off)
 
 
-CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # of TRL's, those of the clipped ratio
+# ---- tokens that are not drawn from the softmax at the temperature
 
 
-def refuse_improvement(args: Any) -> None:
-    """Raises ValueError where an improvement update could not be what it says. args: as in `refuse_options`."""
-    loss_type, iterations = getattr(args, "loss_type", "dapo"), getattr(args, "num_iterations", 1)
-    if iterations != 1:
-        raise ValueError(
-            f"num_iterations={iterations} makes several updates on a batch, and the improvement update weighs one by "
-            "the batch after it. Use num_iterations=1, or no improvement=."
-        )
-    generation, accumulation = (
-        getattr(args, name, None) for name in ("steps_per_generation", "gradient_accumulation_steps")
-    )
-    if generation != accumulation:
-        raise ValueError(
-            f"steps_per_generation={generation} beside gradient_accumulation_steps={accumulation}: the improvement "
-            "update weighs one optimizer step for each batch of rollouts. Make the two equal, or use no improvement=."
-        )
-    if loss_type not in CLIPPED_LOSSES:
-        raise ValueError(
-            f"loss_type='{loss_type}' has no clipped ratio, which holds the improvement update near the policy that "
-            f"sampled its batch. Use one of {', '.join(CLIPPED_LOSSES)}, or no improvement=."
-        )
-    if (threshold := getattr(args, "off_policy_mask_threshold", None)) is not None:
-        raise ValueError(
-            f"off_policy_mask_threshold={threshold} keeps or drops rollouts by the sign of their advantage, which the "
-            "improvement update may turn. Use off_policy_mask_threshold=null, or no improvement=."
-        )
-    for option in ("use_vllm", "fp16"):
-        if getattr(args, option, False):
-            raise ValueError(
-                f"{option}=True has not been tried with improvement updates: they change the weights between the "
-                f"rollouts and their own update. Use {option}=False, or no improvement=."
-            )
-
-
-def refuse_other_sampling(args: Any, reader: tuple[str, str]) -> None:
-    """Raises ValueError where tokens are not drawn from the softmax at the temperature. reader: see below."""
-    generation = dict(args.generation_kwargs or {})
+def refuse_other_sampling(options: Options) -> None:
+    """Raises ValueError where options change how tokens are drawn, and something reads the softmax they come from."""
+    generation = dict(options.generation_kwargs or {})
     if "temperature" in generation or generation.get("do_sample") is False:
-        raise ValueError(
-            f"generation_kwargs={generation} sets how tokens are drawn behind the trainer's back. Use temperature= "
-            "for the temperature; greedy decoding leaves nothing to learn from."
-        )
-    options = {name: getattr(args, name) for name in NEUTRAL_SAMPLING} | generation
-    if getattr(args, "use_vllm", False) and options["top_k"] == -1:
-        options["top_k"] = 0  # vLLM takes both for all tokens, transformers 0 alone
-    refuse_generation(options, "", NEUTRAL_SAMPLING, reader)
-    refuse_generation(generation, "generation_kwargs", reader=reader)
+        rule = "sets how tokens are drawn behind the trainer's back; greedy decoding leaves nothing to learn from"
+        for _ in _readers(options):
+            raise options.refusal("generation_kwargs", rule, f"{options.key('temperature')}= for the temperature")
+    drawn = {name: getattr(options, name) for name in NEUTRAL_SAMPLING} | generation
+    if options.use_vllm and drawn["top_k"] == -1:
+        drawn["top_k"] = 0  # vLLM takes both for all tokens, transformers 0 alone
+    _refuse_drawn(options, drawn, NEUTRAL_SAMPLING)
+    _refuse_drawn(options, generation, OTHER_SAMPLING, f" in {options.key('generation_kwargs')}")
 
 
-def refuse_generation(
-    options: dict, source: str, neutral: dict = OTHER_SAMPLING, reader: tuple[str, str] = SCORE_NORMS
-) -> None:
-    """Raises ValueError for a sampling option that is not neutral.
+def refuse_generation_config(options: Options, config: Mapping[str, Any]) -> None:
+    """Raises ValueError where the generation_config.json of the model itself does so. config: what it holds."""
+    _refuse_drawn(options, config, OTHER_SAMPLING, " in the model's generation_config.json")
 
-    source: where it stands. reader: what is of the softmax at the temperature, and what to use instead of it.
-    """
-    what, instead = reader
-    for name, value in neutral.items():
-        if (chosen := options.get(name)) not in (value, None):
-            where = f" in {source}" if source else ""
-            raise ValueError(
-                f"{name}={chosen}{where}: {what} are those of the softmax at the temperature, and with {name} "
-                f"that is not the distribution sampled from. Use {name}={value}, or {instead}."
-            )
+
+def _readers(options: Options) -> Iterator[tuple[str, str]]:
+    """Yields what reads the softmax at the temperature, and what to use instead of it."""
+    if options.log_energy or options.measure_gradient_noise or baselines.needs_scores(options.baseline):
+        yield "the score norms", "a baseline without energy"
+    if options.sampler_dtype is not None:
+        yield "the sampler's log-probs", options.says("sampler_dtype", None)
+
+
+def _refuse_drawn(options: Options, drawn: Mapping[str, Any], neutral: Mapping[str, Any], where: str = "") -> None:
+    """Raises ValueError for an option of sampling that is not neutral. where: the place of `drawn`, for the message."""
+    for what, instead in _readers(options):
+        for name, value in neutral.items():
+            if (chosen := drawn.get(name)) not in (value, None):
+                setting, fix = f"{name}={chosen}{where}", f"{name}={value} there"
+                if not where:
+                    setting, fix = options.says(name, chosen), options.says(name, value)
+                raise ValueError(
+                    f"{setting}: {what} are those of the softmax at the temperature, and with {name} that is not the "
+                    f"distribution sampled from. Use {fix}, or {instead}."
+                )
 
 
 # ---- the batches of a step
@@ -225,10 +179,17 @@ class Batches(NamedTuple):
     accumulation: int
 
 
-def batches(prompts_per_step: int, group_size: int, processes: int, rollouts_per_forward: int | None) -> Batches:
+def batches(
+    prompts_per_step: int,
+    group_size: int,
+    processes: int,
+    rollouts_per_forward: int | None,
+    of: str = "rollouts of a process",
+) -> Batches:
     """Divides the rollouts of a step over processes and forwards.
 
-    rollouts_per_forward: None, or more than a process has, means all of its rollouts at once.
+    rollouts_per_forward: None, or more than a process has, means all of its rollouts at once. of: what they are, for
+    the message.
 
     Raises:
         ValueError: a division leaves a rest. The text names the keys of a run (conf/config.yaml).
@@ -247,25 +208,29 @@ def batches(prompts_per_step: int, group_size: int, processes: int, rollouts_per
         most = forward if type(forward) is int else 1
         fit = max((d for d in range(1, local + 1) if local % d == 0 and d <= most), default=1)
         raise ValueError(
-            f"model.rollouts_per_forward={forward} must divide the {local} rollouts of a process. "
-            f"Try model.rollouts_per_forward={fit}."
+            f"model.rollouts_per_forward={forward} must divide the {local} {of}. Try model.rollouts_per_forward={fit}."
         )
     forward = min(forward, local)
     return Batches(local, forward, local // forward)
 
 
-def refuse_broken_groups(batches: Batches, group_size: int, processes: int, fix: str | None = None) -> None:
-    """Raises ValueError unless a step has two micro-batches or more, each of whole prompt groups.
-
-    Gradient noise is measured on them. fix: what to do, for a caller that knows other options than the keys of a run.
-    """
-    local, forward, accumulation = batches
-    if forward % group_size == 0 and accumulation * processes > 1:
+def _refuse_noise(options: Options) -> None:
+    """Refuses a step without two micro-batches of whole prompt groups, on which gradient noise is measured."""
+    noise = options.says("measure_gradient_noise")
+    options.refuse_sharding(f"{noise} reads whole gradients", ("measure_gradient_noise", False))
+    if options.fp16:
+        raise options.refusal("fp16", f"scales the gradients that {noise} reads", ("bf16", True))
+    forward, accumulation, group_size = (
+        getattr(options, name)
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    )
+    batches = accumulation * options.world_size
+    if forward % group_size == 0 and batches > 1:
         return
-    groups = local // group_size  # whole ones of a process
-    fits = [k * group_size for k in range(1, groups // 2 + 1) if local % (k * group_size) == 0]
-    keys = f"model.rollouts_per_forward={fits[-1]}" if fits else f"prompts_per_step={4 * processes}"
+    local = forward * accumulation
+    fits = [size for size in range(group_size, local // 2 + 1, group_size) if local % size == 0]
+    fix = options.batch(fits[-1], local // fits[-1]) if fits else options.batch(group_size, 2)
     raise ValueError(
-        f"measure_gradient_noise compares micro-batches of whole prompt groups; a step has "
-        f"{accumulation * processes} of {forward} rollouts in groups of {group_size}. {fix or f'Try {keys}.'}"
+        f"{noise} compares micro-batches of whole prompt groups; a step has {batches} of {forward} rollouts in groups "
+        f"of {group_size}. Use {fix}."
     )

@@ -52,7 +52,6 @@ class Passes(Method):
                 pass
         if self.needs & baselines.EXACT_NORMS:
             exact_norms.trainable(trainer.model)  # too many parameters are refused before the first rollout
-            trainer.refuse_sharding(f"baseline {baselines.name_of(self.baseline)}", "a baseline with the proxy")
 
     # ---- what the baseline needs
 

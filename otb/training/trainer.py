@@ -20,14 +20,14 @@ from typing import Any, cast
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from otb import baselines, exact_norms
 from otb.advantages import advantages as advantages_of
 from otb.baselines.otb import otb
 from otb.loss_inputs import response_mask
 from otb.methods import Method, Step
-from otb.methods.auxiliary import MultiTokenPrediction, refuse_auxiliary, refuse_both
+from otb.methods.auxiliary import MultiTokenPrediction
 from otb.methods.auxiliary_head import AuxiliaryHead
 from otb.methods.gradient_noise import GradientNoise
 from otb.methods.improvement import PolicyImprovement
@@ -35,24 +35,17 @@ from otb.methods.improvement_update import ImprovementUpdate
 from otb.methods.mismatch import SamplerMismatch
 from otb.methods.sampler_copy import CopySampling
 from otb.methods.schedules import FollowedLengths, LengthTriggeredDecay
-from otb.methods.token_weights import TokenWeights, WeightedAdvantages, refuse_without_base
+from otb.methods.token_weights import TokenWeights, WeightedAdvantages
 from otb.methods.tool_rollouts import ToolRollouts
 from otb.metrics import advantage_metrics, energy_metrics, length_metrics, reward_metrics
 from otb.random_state import isolated_random_state
+from otb.refusals import Options
 from otb.rollouts import OwnTokens, RolloutGroups
 from otb.training.config import OTBConfig
 from otb.training.engine_state import EngineState
 from otb.training.lean_loss import LeanLoss
 from otb.training.lean_sampling import LeanSampling
-from otb.training.options import (
-    Batches,
-    refuse_band,
-    refuse_broken_groups,
-    refuse_generation,
-    refuse_improvement,
-    refuse_options,
-    refuse_sampler_dtype,
-)
+from otb.training.options import refuse, refuse_generation_config
 from otb.training.passes import Passes
 
 __all__ = ["OTBConfig", "OTBTrainer"]
@@ -81,6 +74,7 @@ class OTBTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "otb"]
     _name = "OTB"
+    words = Options  # of whoever is refused
     _buffered_inputs: list[dict] | None  # TRL's micro-batches of the last generation
     lr_scheduler: Any
 
@@ -106,7 +100,8 @@ class OTBTrainer(GRPOTrainer):
             "score_norms" in baselines.needs_of(baseline) or self._noise or getattr(args, "log_energy", False)
         )
         given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
-        self._refuse_before_loading(given, auxiliary)
+        self.asked = self._asked(given, auxiliary)
+        refuse(self.asked)
         self.passes = Passes(self.baseline, self.token_weights, self._needs_score_norms)
         self.lean, self.tool_rollouts = LeanLoss(), ToolRollouts()
         sampler_dtype = getattr(args, "sampler_dtype", None)
@@ -132,8 +127,11 @@ class OTBTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.use_vllm:  # its engine has seeded this process with its own number, the same for every run
             set_seed(self.args.seed, device_specific=True)
-        if (self._needs_score_norms or baselines.needs_scores(self.baseline)) and not self.use_vllm:
-            refuse_generation(self.model.generation_config.to_dict(), "the model's generation_config.json")
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # the launcher may have said so
+            self.asked = self.asked.but(sharded=True)
+            refuse(self.asked)
+        if not self.use_vllm:
+            refuse_generation_config(self.asked, self.model.generation_config.to_dict())
         for method in self.methods:
             method.attach(self)
 
@@ -141,26 +139,20 @@ class OTBTrainer(GRPOTrainer):
         super().create_accelerator_and_postprocess()
         keep_float32_outputs(self.accelerator)  # before TRL wraps the reference model
 
-    def _refuse_before_loading(self, given: dict[str, Any], auxiliary: MultiTokenPrediction | None) -> None:
-        """Raises ValueError for what options alone show. given: arguments of GRPOTrainer by name."""
-        args, baseline, model = given["args"], self.baseline, given["model"]
-        refuse_both(self.improvement, auxiliary)
-        if args is not None:
-            needs_scores = self._needs_score_norms or baselines.needs_scores(baseline)
-            refuse_options(args, baseline, needs_scores, self.token_weights is not None)
-            refuse_sampler_dtype(args)
-            refuse_band(args)
-            if self.improvement is not None:
-                refuse_improvement(args)
-            if self.lr_schedule is not None:
-                refuse_two_schedules(args, given.get("optimizers"))
-            if auxiliary is not None:
-                refuse_auxiliary(args, auxiliary, given.get("peft_config"), given.get("optimizers"))
-            if self._noise:
-                refuse_micro_batches(args)
-        if self.token_weights is not None and self.token_weights.reads_base:
-            adapter = getattr(model, "active_peft_config", None) or given.get("peft_config")
-            refuse_without_base(self.token_weights.signal, adapter)
+    def _asked(self, given: dict[str, Any], auxiliary: MultiTokenPrediction | None) -> Options:
+        """Returns the options as refusals read them. given: arguments of GRPOTrainer by name."""
+        args = given["args"]
+        return self.words(
+            args,
+            baseline=self.baseline,
+            lr_schedule=self.lr_schedule,
+            token_weights=self.token_weights,
+            improvement=self.improvement,
+            auxiliary=auxiliary,
+            peft_config=getattr(given["model"], "active_peft_config", None) or given.get("peft_config"),
+            optimizers=given.get("optimizers"),
+            sharded=bool(getattr(args, "fsdp", None) or getattr(args, "deepspeed", None)),
+        )
 
     # ---- the step
 
@@ -283,14 +275,6 @@ class OTBTrainer(GRPOTrainer):
     def rendered(self, tool_messages: list[dict]) -> list[int]:
         """Returns TRL's tokens from a tool call to the next turn."""
         return super()._get_tool_suffix_ids(tool_messages)
-
-    def refuse_sharding(self, option: str, instead: str) -> None:
-        """Raises ValueError where FSDP or DeepSpeed shards the parameters."""
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(
-                f"{option} needs whole parameters and their gradients on every process; FSDP and DeepSpeed shard them. "
-                f"Use plain data parallelism, or {instead}."
-            )
 
     def causal_model(self):
         """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
@@ -445,31 +429,4 @@ def keep_float32_outputs(accelerator) -> None:
 
     accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
-
-
-def refuse_two_schedules(args: GRPOConfig, optimizers: tuple | None) -> None:
-    """Raises ValueError where something beside `lr_schedule` would move the learning rate."""
-    given = f"lr_scheduler_type={str(getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type))!r}"
-    if optimizers is not None and optimizers[1] is not None:
-        given = f"optimizers=(..., {type(optimizers[1]).__name__})"
-    elif given == "lr_scheduler_type='constant'":
-        return
-    raise ValueError(
-        f"{given} and lr_schedule would both set the learning rate. Use lr_scheduler_type='constant' and no scheduler "
-        "in optimizers; the schedule has a warmup of its own. Or leave lr_schedule out."
-    )
-
-
-def refuse_micro_batches(args: GRPOConfig) -> None:
-    """Raises ValueError where a step has no two micro-batches of whole prompt groups to measure gradient noise on."""
-    if args.fp16:
-        raise ValueError("measure_gradient_noise=True reads gradients, which fp16=True scales. Use bf16=True.")
-    forward, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    refuse_broken_groups(
-        Batches(forward * accumulation, forward, accumulation),
-        args.num_generations,
-        args.world_size,
-        fix="Set per_device_train_batch_size to a multiple of num_generations and gradient_accumulation_steps to 2 or "
-        "more.",
     )

@@ -17,7 +17,6 @@ from analysis.evaluations import measures, read_samples
 from experiments.evaluation import weights
 from experiments.evaluation.command import check_files, plan
 from experiments.evaluation.folder import Batches, EvaluationFolder, batch_seed, hold, samples_together
-from experiments.running.build import uses_tools
 from otb.errors import RunError
 from otb.files import sha256_of
 from otb.policies.tiny_warm_start import WarmStart, warm_start
@@ -426,9 +425,9 @@ def planned(*overrides: str, processes: int = 1):
 
 def test_any_maths_set_is_evaluated_with_python_by_its_number_of_turns():
     plain, tools = planned("tasks=[aime24,amc23]"), planned("tasks=[aime24,amc23]", "++task.max_turns=3")
-    assert [uses_tools(cfg) for cfg in plain.configurations.values()] == [False, False]
+    assert [task.environment for task in plain.tasks.values()] == [None, None] and plain.sandbox is None
     assert [cfg.task.max_turns for cfg in tools.configurations.values()] == [3, 3]
-    assert uses_tools(tools.with_tools()) and "sandbox" in tools.identity(tools.with_tools())
+    assert tools.sandbox is not None and "sandbox" in tools.identity("amc23")
     assert tools.folder_of_all("aime24") != plain.folder_of_all("aime24")
 
 
@@ -447,8 +446,8 @@ def test_a_run_with_python_is_evaluated_with_python_and_its_own_limits(tmp_path)
 @pytest.fixture
 def with_vllm(monkeypatch):
     """A machine with vLLM and one GPU, as far as the checks are concerned."""
-    monkeypatch.setattr("experiments.running.hardware.importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("experiments.running.hardware.visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("experiments.running.devices.visible_gpus", lambda: ["0"])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 

@@ -12,7 +12,7 @@ from otb.baselines.otb import otb
 from otb.baselines.otb_exact import otb_exact
 from otb.methods.gradient_noise import BackwardNorms, noise_and_signal, whole_groups
 from tests.support import trainers
-from tests.support.trainers import byte_reward, config, dataset, group_gradients
+from tests.support.trainers import group_gradients
 
 
 def test_noise_and_signal_are_unbiased():
@@ -111,15 +111,3 @@ def test_measuring_changes_training_by_rounding_only(tmp_path, untrained, tokeni
     torch.testing.assert_close(
         weights(**options), weights(measure_gradient_noise=False, **options), atol=1e-6, rtol=1e-5
     )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(gradient_accumulation_steps=1, per_device_train_batch_size=16),
-        dict(per_device_train_batch_size=2, gradient_accumulation_steps=8),
-    ],
-)
-def test_steps_without_two_micro_batches_of_whole_groups_are_refused(tmp_path, options):
-    with pytest.raises(ValueError, match="compares micro-batches of whole prompt groups"):
-        OTBTrainer("no/such-model", byte_reward, config(tmp_path, measure_gradient_noise=True, **options), dataset())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments.checks import check
-from experiments.running.build import methods
+from experiments.checks.methods import checked_methods
 from experiments.running.identity import difference
 from otb.errors import RunError
 from otb.methods.improvement import PolicyImprovement, Reading, group_scales
@@ -152,9 +152,7 @@ REFUSED = {  # overrides beside improvement=pipo -> what the message says
     "improvement.window=1": ("improvement.window=1", "one reward has no deviation", "Try improvement.window=8"),
     "improvement.window=2.5": ("improvement.window=2.5", "must be a whole number"),
     "improvement.advantages=mean": ("improvement.advantages=mean", "not one of native, scaled"),
-    "trainer.num_iterations=2": ("num_iterations=2", "several updates", "or improvement=none"),
-    "trainer.loss_type=cispo": ("loss_type='cispo'", "no clipped ratio", "Use one of grpo"),
-    "baseline=rloo ++trainer.off_policy_mask_threshold=1": ("off_policy_mask_threshold=1", "or improvement=none"),
+    "trainer.loss_type=cispo": ("trainer.loss_type=cispo", "no clipped ratio", "Use trainer.loss_type=grpo"),
     "parallel=fsdp2": ("parallel=fsdp2", "Use parallel=ddp", "or improvement=none"),
     "rollouts_by=vllm": ("rollouts_by=vllm", "Use rollouts_by=hf", "or improvement=none"),
     "steps=8": ("steps=8", "improvement.window=8", "Use steps=32"),
@@ -170,11 +168,11 @@ def test_what_cannot_go_with_improvement_updates_is_refused_before_a_model_loads
 
 
 def test_every_choice_builds_what_it_names():
-    assert methods(composed()) == {}, "off, the trainer is built of the arguments that it was built of before"
+    assert checked_methods(composed()) == {}, "off, the trainer is built of the arguments that it was built of before"
     for mode in ("pipo", "constant", "shuffled"):
         cfg = composed(f"improvement={mode}", "seed=3")
         check(cfg)
-        (built,) = methods(cfg).values()
+        (built,) = checked_methods(cfg).values()
         assert (built.mode, built.window, built.advantages, built.cap) == (mode, 8, "native", None)
         assert built.weight == 0.43 and built.negative_scale == 0.1
         assert built.seed is None, "the trainer's, so that runs that differ by their seed alone are of one setting"

@@ -1,13 +1,12 @@
 """The multi-token-prediction head by itself: what it predicts where, lambda on known vectors, losses, refusals."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from otb.methods.auxiliary import ARCHITECTURES, MultiTokenPrediction, refuse_architecture, refuse_auxiliary
+from otb.methods.auxiliary import ARCHITECTURES, MultiTokenPrediction, refuse_architecture
 from otb.methods.mtp import (
     MTPHead,
     aggregated,
@@ -182,34 +181,7 @@ def test_values_out_of_range_are_refused(options, texts):
     assert all(text in str(refused.value) for text in texts)
 
 
-@pytest.mark.parametrize(
-    ("mode", "options", "text"),
-    [
-        ("occ", dict(num_iterations=1), "num_iterations=1 makes one update per batch, and mode=occ measures"),
-        ("occ_as_code", {}, "num_iterations=1 makes one update per batch, and mode=occ_as_code"),
-        ("occ", dict(steps_per_generation=2, gradient_accumulation_steps=2), "num_iterations=1 makes one update"),
-        ("policy", dict(loss_type="vespo"), "loss_type='vespo': the head's policy loss clips"),
-        ("policy", dict(importance_sampling_level="sequence"), "importance_sampling_level=sequence changes tokens"),
-        ("policy", dict(top_entropy_quantile=0.2), "Use top_entropy_quantile=1.0"),
-        ("policy", dict(delta=4.0), "Use delta=null"),
-        ("detach", dict(use_liger_kernel=True), "use_liger_kernel=True beside an auxiliary head"),
-        ("ce", dict(cast_lm_head_to_fp32=True), "cast_lm_head_to_fp32=True beside"),
-    ],
-)
-def test_options_that_a_head_cannot_work_with_are_refused(mode, options, text):
-    with pytest.raises(ValueError) as refused:
-        refuse_auxiliary(SimpleNamespace(**options), MultiTokenPrediction(mode))
-    assert text in str(refused.value)
-
-
-def test_options_that_a_head_works_with_are_not_refused():
-    for options in (dict(num_iterations=2), dict(steps_per_generation=4, gradient_accumulation_steps=2)):
-        refuse_auxiliary(SimpleNamespace(**options), MultiTokenPrediction("occ"))
-    refuse_auxiliary(SimpleNamespace(loss_type="vespo", delta=4.0), MultiTokenPrediction("ce"))
+def test_an_architecture_that_no_head_was_built_for_is_refused():
     refuse_architecture("qwen3")
     with pytest.raises(ValueError, match="model_type=gemma3: an auxiliary head is one more layer"):
         refuse_architecture("gemma3")
-    with pytest.raises(ValueError, match="an adapter of LoRA beside an auxiliary head"):
-        refuse_auxiliary(SimpleNamespace(), MultiTokenPrediction("detach"), lora={"r": 4})
-    with pytest.raises(ValueError, match="does not know the head's parameters"):
-        refuse_auxiliary(SimpleNamespace(), MultiTokenPrediction("detach"), optimizers=(object(), None))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from experiments.checks import check
-from experiments.running.build import methods
-from experiments.running.hardware import grpo_options
+from experiments.checks.methods import checked_methods
+from experiments.running.grpo_options import machine_options
 from experiments.running.identity import difference
 from otb import OTBTrainer
 from otb.baselines.otb import otb
@@ -126,8 +126,7 @@ REFUSED = {  # overrides beside schedule=length_triggered -> what the message sa
     "schedule.ratio=0.5": ("schedule.ratio=0.5", "must be a number > 1"),
     "schedule.anchor=end": ("schedule.anchor=end", "not one of start, surge"),
     "schedule.warmup=2.5": ("schedule.warmup=2.5", "must be a whole number"),
-    "trainer.lr_scheduler_type=cosine": ("lr_scheduler_type=cosine", "would both set", "or schedule=constant"),
-    "++trainer.warmup_steps=5": ("trainer.warmup_steps=5", "would both set", "and schedule.warmup"),
+    "++trainer.warmup_steps=5": ("trainer.warmup_steps=5", "would both set", "schedule.warmup is its own"),
     "++schedule.ration=2": ("schedule.ration is no argument", "Did you mean ratio?"),
     "schedule.ratio=64": ("schedule.ratio=64", "task.max_completion_length=64", "Use a smaller schedule.ratio"),
 }
@@ -149,14 +148,14 @@ def test_what_goes_with_the_schedule_is_taken():
     check(composed("schedule=length_triggered"))
     check(composed("schedule=length_triggered", "schedule.ratio=64", "schedule.fixed_period=20"))
     check(composed("trainer.lr_scheduler_type=cosine"))  # with schedule=constant it is the trainer's
-    (built,) = methods(composed("schedule=length_triggered", "schedule.ratio=2")).values()
+    (built,) = checked_methods(composed("schedule=length_triggered", "schedule.ratio=2")).values()
     assert (built.ratio, built.period_factor, built.anchor) == (2, 1.8, "start")
 
 
 def test_off_the_trainer_is_built_of_the_arguments_that_it_was_built_of_before():
     """Bit-identity: nothing of the new groups reaches the trainer, and older run directories are the same runs."""
     cfg = composed()
-    assert methods(cfg) == {} and "sampler_dtype" not in grpo_options(cfg)
+    assert checked_methods(cfg) == {} and "sampler_dtype" not in machine_options(cfg)
     new = {"schedule": {"_target_": None}, "rollouts_by": {"name": "hf"}, "seed": 0}
     assert difference({"seed": 0}, new) == []
     assert difference(new, new | {"schedule": {"_target_": "otb.methods.schedules.LengthTriggeredDecay"}}) != []
@@ -201,8 +200,6 @@ def test_schedule_that_never_fires_trains_as_none_does(tmp_path, untrained, toke
 
 
 def test_trainer_refuses_a_second_schedule_and_says_when_no_surge_can_be_seen(tmp_path, untrained, tokenizer):
-    with pytest.raises(ValueError, match="lr_scheduler_type='cosine' and lr_schedule would both"):
-        trained(tmp_path, untrained, tokenizer, LengthTriggeredDecay(), lr_scheduler_type="cosine")
     optimizer = torch.optim.SGD(untrained.parameters(), lr=1.0)
     pair = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
     make = functools.partial(OTBTrainer, untrained, byte_reward, config(tmp_path), dataset(), optimizers=pair)

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import tensor
 
 from experiments.running.identity import difference
@@ -13,7 +12,6 @@ from otb.methods.token_weights import (
     MEASURES,
     TokenWeights,
     entropy_reductions,
-    refuse_without_base,
     residuals,
     weighted_norms,
 )
@@ -223,35 +221,6 @@ def test_a_signal_of_the_token_itself_makes_a_baseline_biased_with_either_normal
 def test_weights_that_make_no_sense_are_refused(arguments, said):
     with pytest.raises(ValueError, match=said):
         TokenWeights(**arguments)
-
-
-@pytest.mark.parametrize("lora", [None, {}])
-def test_a_comparison_with_the_base_is_refused_without_an_adapter(lora):
-    with pytest.raises(ValueError, match="token_weights=arca compares .* there is no adapter. Use model.lora.r=16"):
-        refuse_without_base("arca", lora)
-
-
-@pytest.mark.parametrize("lora", [{"r": 4, "bias": "all"}, LoraConfig(bias="all")])
-def test_a_base_of_which_the_biases_are_trained_is_refused(lora):
-    with pytest.raises(ValueError, match="lora.bias=all trains biases of the base itself, .* Use lora.bias=none"):
-        refuse_without_base("arca", lora)
-
-
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "OLoRA"])
-def test_an_adapter_that_begins_with_a_part_of_the_base_is_refused(start):
-    """peft subtracts that part: at the first step h would differ from the h of such a base by 13, and not by 0."""
-    for lora in ({"r": 4, "init_lora_weights": start}, LoraConfig(init_lora_weights=start)):
-        with pytest.raises(ValueError, match=f"lora.init_lora_weights={start} takes .* Use lora.init_lora_weights=tr"):
-            refuse_without_base("arca", lora)
-    for kept in (True, False, "gaussian", "orthogonal"):
-        refuse_without_base("arca", LoraConfig(init_lora_weights=kept))
-
-
-def test_an_adapter_with_positions_of_its_own_is_refused():
-    from peft import PromptTuningConfig
-
-    with pytest.raises(ValueError, match="PromptTuningConfig puts positions of its own"):
-        refuse_without_base("arca", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
 
 def test_runs_from_before_there_were_weights_are_the_runs_without_them():

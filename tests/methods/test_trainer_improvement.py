@@ -19,7 +19,7 @@ from tests.support.improvement_updates import (
     own_mask,
     weights_of,
 )
-from tests.support.trainers import byte_reward, config, dataset, log_probs_of
+from tests.support.trainers import byte_reward, log_probs_of
 
 # Plain gradient steps, so that what an update did to the weights is its gradient; large, so that tokens are clipped.
 SGD = dict(optim="sgd", learning_rate=3.0, max_grad_norm=0.0)
@@ -226,19 +226,3 @@ def test_a_sampler_that_differs_keeps_its_importance_ratios_in_both_updates(tmp_
     assert torch.equal(kept["importance_sampling_ratio"], earlier["importance_sampling_ratio"])
     assert torch.equal(kept["old_per_token_logps"], earlier["old_per_token_logps"])
     assert not torch.equal(trainer.updates[-1]["after"], trainer.updates[-1]["before"])
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (dict(num_iterations=2), "num_iterations=2 makes several updates on a batch"),
-        (dict(per_device_train_batch_size=4, steps_per_generation=4), "steps_per_generation=4 beside gradient_acc"),
-        (dict(loss_type="sapo"), "loss_type='sapo' has no clipped ratio"),
-        (dict(off_policy_mask_threshold=0.5), "off_policy_mask_threshold=0.5 keeps or drops rollouts by the sign"),
-        (dict(use_vllm=True), "use_vllm=True has not been tried with improvement updates"),
-    ],
-)
-def test_options_that_cannot_go_with_improvement_updates_are_refused_before_the_model_loads(tmp_path, options, says):
-    arguments = dict(baseline=rloo, improvement=PolicyImprovement())
-    with pytest.raises(ValueError, match=says):
-        OTBTrainer("no/such-model", byte_reward, config(tmp_path, **options), dataset(), **arguments)

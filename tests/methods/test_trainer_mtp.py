@@ -2,7 +2,6 @@
 
 import copy
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from otb.baselines.rloo import rloo
 from otb.loss_inputs import prompts_with_responses, response_mask
 from otb.methods.auxiliary import MultiTokenPrediction
 from otb.methods.auxiliary_head import AuxiliaryHead
-from otb.methods.improvement import PolicyImprovement
 from otb.methods.mtp import predicted
 from tests.support import trainers
 from tests.support.tool_trainers import FakeSandbox, answer, call, scripted
@@ -300,10 +298,6 @@ def test_models_and_options_that_do_not_fit_are_refused_by_the_trainer(tmp_path,
             auxiliary=MultiTokenPrediction("detach"), **options,
         )  # fmt: skip
 
-    with pytest.raises(ValueError, match="an adapter of LoRA beside an auxiliary head"):
-        build(peft_config=SimpleNamespace(r=4))
-    with pytest.raises(ValueError, match="Leave out improvement=, or auxiliary="):
-        build(improvement=PolicyImprovement("pipo"))
     untrained.config.model_type = "gpt2"
     with pytest.raises(ValueError, match="model_type=gpt2: an auxiliary head is one more layer"):
         build()

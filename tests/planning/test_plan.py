@@ -374,7 +374,7 @@ def test_a_card_is_checked_before_anything_is_loaded_or_submitted(monkeypatch):
     check(composed("model=qwen2.5-0.5b", "task=gsm8k", "card=l4-24gb"))
     large.card = None
     check(large)
-    monkeypatch.setattr("experiments.checks.gpu_memory", lambda: 24e9)  # the GPU that is here
+    monkeypatch.setattr("experiments.running.devices.gpu_memory", lambda: 24e9)  # the GPU that is here
     with pytest.raises(RunError, match=r"needs \d+ GB a GPU .* the card has 24"):
         check(large)
     OmegaConf.update(large, "trainer.use_cpu", True, force_add=True)

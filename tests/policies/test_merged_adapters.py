@@ -19,7 +19,7 @@ from otb.policies.models import describe_policy, load_model, model_facts, policy
 from otb.records import RunDirectory
 from tests.support import commands
 from tests.support.commands import rows
-from tests.support.recipes import composed
+from tests.support.recipes import composed, run_of
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
 
@@ -91,9 +91,10 @@ def test_several_processes_have_a_whole_folder_before_they_are_a_group(command, 
     cfg = composed(*given, "threads=1")
     with pytest.raises(KeyboardInterrupt):
         if command == "run":
-            train(cfg, RunDirectory(tmp_path / "run"), None, [], Mock(), None)
+            train(run_of(cfg, processes=2), RunDirectory(tmp_path / "run"), None, [], Mock())
         else:
-            Evaluator(Mock(cfg=cfg, configurations={"arithmetic": cfg}), None, Mock())
+            tasks = {"arithmetic": run_of(cfg).task}
+            Evaluator(Mock(cfg=cfg, configurations={"arithmetic": cfg}, tasks=tasks), Mock())
     assert whole == [35]
 
 

@@ -17,11 +17,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.planning.architectures import FOLDER
-from experiments.running import hardware
-from experiments.running.train import lora_config, trainer_config
+from experiments.running import devices
+from experiments.running.policy import lora_config
+from experiments.running.train import trainer_config
 from otb.records import RunDirectory
 from tests.support.commands import ROOT
-from tests.support.recipes import RECIPES, composed, runs_of
+from tests.support.recipes import RECIPES, composed, run_of, runs_of
 
 CARDS = OmegaConf.load(ROOT / "conf" / "plan.yaml").cards
 FOR_GPUS = sorted(name for name in RECIPES if name.startswith(("paper_", "small_")))
@@ -68,8 +69,8 @@ def built(monkeypatch, tmp_path):
     def build(recipe):
         swept = composed(f"experiment={recipe}")
         gpus, memory = swept.gpus or 1, CARDS[swept.card].memory_gb * 1e9
-        monkeypatch.setattr(hardware, "visible_gpus", lambda: [str(number) for number in range(gpus)])
-        monkeypatch.setattr(hardware, "gpu_memory", lambda: memory)
+        monkeypatch.setattr(devices, "visible_gpus", lambda: [str(number) for number in range(gpus)])
+        monkeypatch.setattr(devices, "gpu_memory", lambda: memory)
         sizes = {next((axis for axis in run if axis.startswith("group_size=")), None) for run in runs_of(swept)}
         settings = [composed(f"experiment={recipe}", *filter(None, [size])) for size in sizes]
         return {cfg.group_size: options_of(cfg, gpus, tmp_path) for cfg in settings}
@@ -84,7 +85,7 @@ def options_of(cfg, processes, folder):
         try:
             if processes > 1:
                 torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-            return trainer_config(cfg, RunDirectory(folder / "run"))
+            return trainer_config(run_of(cfg, processes), RunDirectory(folder / "run"))
         finally:
             if processes > 1:
                 torch.distributed.destroy_process_group()

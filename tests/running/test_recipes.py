@@ -1,5 +1,6 @@
 """Recipes, conf/experiment/*.yaml: every value of theirs reaches the runs, and the command line wins over them."""
 
+import importlib.util
 import re
 
 import pytest
@@ -8,7 +9,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from experiments.running import hardware
 from experiments.sweeps.runs_of import plan
 from study import rates
 from tests.support.commands import ROOT
@@ -65,8 +65,8 @@ def test_a_single_run_of_a_recipe_has_what_its_sweep_does_not_vary(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_setting_of_a_recipe_would_start(recipe, monkeypatch):
-    installed = hardware.importlib.util.find_spec  # where the recipe runs vLLM is there; here it may not be
-    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: name == "vllm" or installed(name))
+    installed = importlib.util.find_spec  # where the recipe runs vLLM is there; here it may not be
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "vllm" or installed(name))
     monkeypatch.setattr(rates, "tuned_rate", lambda *arm: 1e-3)  # searches that some recipes wait for
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()

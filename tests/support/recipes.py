@@ -2,9 +2,11 @@
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from experiments.running.build import Run, build
 from hydra_plugins.otb_launchers import Sweeper
+from otb.training.options import batches
 from tests.support.commands import ROOT
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "conf" / "experiment").glob("*.yaml"))}
@@ -22,3 +24,9 @@ def runs_of(cfg) -> list[list[str]]:
     overrides = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in params.items()])
     (batch,) = Sweeper.split_arguments(overrides, None)
     return batch
+
+
+def run_of(cfg: DictConfig, processes: int = 1) -> Run:
+    """The run of a configuration, unchecked: packages and GPUs that it needs may be elsewhere."""
+    step = batches(cfg.prompts_per_step, cfg.group_size, processes, cfg.model.rollouts_per_forward)
+    return Run(cfg, build(cfg, "task"), None, {}, build(cfg, "baseline"), {}, processes, step)

@@ -20,10 +20,10 @@ def install() -> None:
     """Prepares a process of a run whose environment asks for it, before the run begins."""
     if SHARDED not in os.environ:
         return
-    from experiments.running import hardware
+    from experiments.running import devices
 
     let_sharding_run_on_cpus(deepspeed=os.environ[SHARDED] == "zero3")
-    hardware.visible_gpus = lambda: ["0", "1"]  # two, as far as the checks are concerned
+    devices.visible_gpus = lambda: ["0", "1"]  # two, as far as the checks are concerned
     holds.install()
     if CPU_SECONDS in os.environ:
         note_cpu_seconds(Path(f"{os.environ[CPU_SECONDS]}.{os.environ['RANK']}"))

@@ -14,7 +14,7 @@ import sys
 import torch
 
 from experiments import evaluate, run  # first: they quiet vLLM, which reads that when it is imported
-from experiments.running import hardware
+from experiments.checks import machine
 from tests.support import sharding
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
@@ -47,7 +47,7 @@ def keep_and_drop(self, output, low, high) -> None:
     drop_mismatched(self, output, low, high)
 
 
-hardware.refuse_vllm_without_gpu = lambda cfg, gpus: None  # what it refuses is mended here
+machine.refuse_vllm_without_gpu = lambda cfg, gpus: None  # what it refuses is mended here
 utils.dispatch_cpu_unquantized_gemm = keep_linear_weights
 LLM.__init__ = init
 # Processes that share a copy of the policy name their memory alike in every run, and leave it behind.

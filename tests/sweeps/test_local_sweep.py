@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.running.hardware import visible_gpus
+from experiments.running.devices import visible_gpus
 from experiments.running.run_lock import is_alive
 from experiments.sweeps.jobs import Job
 from experiments.sweeps.local import LocalSweep

@@ -1,22 +1,15 @@
-"""The batches of a step: how its rollouts are divided over processes and forwards; options that are refused."""
+"""The batches of a step, and the arguments that a baseline does not take."""
 
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
+from experiments.running.grpo_options import RunOptions
 from otb.baselines.grpo import grpo
 from otb.baselines.otb import otb
-from otb.training.options import (
-    NEUTRAL_SAMPLING,
-    SCORE_NORMS,
-    Batches,
-    batches,
-    refuse_broken_groups,
-    refuse_options,
-    refuse_other_sampling,
-)
+from otb.refusals import Options
+from otb.training.options import Batches, batches, refuse
 from otb.values import refuse_arguments
 
 
@@ -51,55 +44,48 @@ def test_a_division_with_a_rest_is_refused_with_one_that_has_none(arguments, sai
     assert said in str(refused.value)
 
 
+def noisy(forward, accumulation, processes=1, kind=Options):
+    """Options of a measurement of gradient noise in groups of 4."""
+    return kind(
+        measure_gradient_noise=True,
+        num_generations=4,
+        per_device_train_batch_size=forward,
+        gradient_accumulation_steps=accumulation,
+        world_size=processes,
+        baseline=otb,
+    )
+
+
 @pytest.mark.parametrize(
-    ("divided", "processes", "said"),
+    ("options", "said"),
     [
-        (Batches(64, 64, 1), 1, "a step has 1 of 64 rollouts in groups of 4. Try model.rollouts_per_forward=32."),
-        (Batches(64, 2, 32), 1, "a step has 32 of 2 rollouts in groups of 4. Try model.rollouts_per_forward=32."),
-        (Batches(4, 4, 1), 1, "a step has 1 of 4 rollouts in groups of 4. Try prompts_per_step=4."),
+        (
+            noisy(64, 1, kind=RunOptions),
+            "has 1 of 64 rollouts in groups of 4. Use model.rollouts_per_forward=32.",
+        ),
+        (
+            noisy(2, 32, kind=RunOptions),
+            "has 32 of 2 rollouts in groups of 4. Use model.rollouts_per_forward=32.",
+        ),
+        (noisy(4, 1, kind=RunOptions), "a step has 1 of 4 rollouts in groups of 4. Use prompts_per_step=4."),
+        (noisy(64, 1), "Use per_device_train_batch_size=32 and gradient_accumulation_steps=2."),
+        (noisy(2, 32), "Use per_device_train_batch_size=32 and gradient_accumulation_steps=2."),
+        (noisy(4, 1), "Use per_device_train_batch_size=4 and gradient_accumulation_steps=2."),
     ],
 )
-def test_micro_batches_that_break_prompt_groups_are_refused(divided, processes, said):
-    with pytest.raises(ValueError) as refused:
-        refuse_broken_groups(divided, 4, processes)
+def test_micro_batches_that_break_prompt_groups_are_refused_with_ones_that_do_not(options, said):
+    with pytest.raises(ValueError, match="compares micro-batches of whole prompt groups") as refused:
+        refuse(options)
     assert said in str(refused.value)
 
 
 def test_two_micro_batches_of_whole_groups_pass_on_one_process_or_on_two():
-    refuse_broken_groups(Batches(64, 32, 2), 4, 1)
-    refuse_broken_groups(Batches(64, 64, 1), 4, 2)
+    refuse(noisy(32, 2))
+    refuse(noisy(4, 2))
+    refuse(noisy(64, 1, processes=2))
 
 
-def test_a_caller_may_name_its_own_fix():
-    with pytest.raises(ValueError, match="groups of 4. Set this."):
-        refuse_broken_groups(Batches(64, 64, 1), 4, 1, fix="Set this.")
-
-
-# ---- options under which tokens are not drawn from the softmax
-
-
-def sampling(generation_kwargs=None, **options) -> SimpleNamespace:
-    return SimpleNamespace(**(NEUTRAL_SAMPLING | {"generation_kwargs": generation_kwargs} | options))
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (sampling({"presence_penalty": 0.5}), "presence_penalty=0.5 in generation_kwargs"),
-        (sampling({"frequency_penalty": -0.5}), "frequency_penalty=-0.5 in generation_kwargs"),
-        (sampling({"logit_bias": {7: 2.0}}), "logit_bias={7: 2.0} in generation_kwargs"),
-        (sampling({"min_tokens": 8}), "min_tokens=8 in generation_kwargs"),
-        (sampling({"allowed_token_ids": [1]}), "allowed_token_ids=[1] in generation_kwargs"),
-        (sampling({"bad_words": ["no"]}), "bad_words=['no'] in generation_kwargs"),
-        (sampling({"structured_outputs": {"regex": "a"}}), "structured_outputs={'regex': 'a'} in generation_kwargs"),
-        (sampling(vllm_structured_outputs_regex="a+"), "vllm_structured_outputs_regex=a+: the score norms"),
-        (sampling(top_k=-1), "top_k=-1: the score norms"),  # transformers knows no such number
-        (sampling(min_p=0.1), "min_p=0.1: the score norms"),
-    ],
-)
-def test_what_changes_the_distribution_that_is_sampled_from_is_refused(args, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        refuse_other_sampling(args, SCORE_NORMS)
+# ---- what may be called like a baseline
 
 
 @pytest.mark.parametrize(
@@ -113,7 +99,7 @@ def test_what_changes_the_distribution_that_is_sampled_from_is_refused(args, sai
 )
 def test_arguments_that_a_baseline_does_not_take_are_refused_before_the_model_loads(baseline, said):
     with pytest.raises(ValueError, match=re.escape(said)):
-        refuse_options(SimpleNamespace(), baseline, needs_score_norms=True)
+        refuse(Options(baseline=baseline))
 
 
 class Scaled:
@@ -133,17 +119,3 @@ def test_whatever_may_be_called_like_a_baseline_is_taken(baseline):
     refuse_arguments(baseline)
     with pytest.raises(ValueError, match="bye=1 is not an argument of Scaled, which takes: by."):
         refuse_arguments(partial(Scaled(), bye=1))
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        sampling(min_p=0.0),
-        sampling(min_p=None),
-        sampling(top_k=-1, use_vllm=True),
-        sampling({"top_k": -1}, use_vllm=True),
-        sampling({"presence_penalty": 0.0, "min_tokens": 0, "logit_bias": None, "stop_token_ids": [2]}),
-    ],
-)
-def test_values_that_change_nothing_are_taken(args):
-    refuse_other_sampling(args, SCORE_NORMS)

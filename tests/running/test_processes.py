@@ -1,5 +1,6 @@
 """What cannot work on these processes, GPUs or samplers is refused before anything loads, with value, rule and fix."""
 
+import importlib.util
 import inspect
 import os
 import re
@@ -13,10 +14,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from transformers import training_args
 
 from experiments.checks import check
+from experiments.checks.machine import check_this_machine
 from experiments.checks.trainer import FSDP2_KEYS
 from experiments.run import refuse_other_processes
-from experiments.running import hardware
+from experiments.running import devices
+from experiments.running import processes as running
 from experiments.running.command_line import SAID, say_once
+from experiments.running.grpo_options import machine_options, sampling_limits
+from experiments.running.policy import source_of
 from otb.errors import RunError
 from otb.records import RunDirectory
 from tests.support.commands import run_command_line, run_light
@@ -27,16 +32,13 @@ from tests.support.recipes import composed
 def machine(monkeypatch):
     """A function that sets how many GPUs are visible and which packages are installed."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    installed = hardware.importlib.util.find_spec
+    installed = importlib.util.find_spec
 
     def set_up(gpus=0, packages=()):
-        monkeypatch.setattr(hardware, "visible_gpus", lambda: [str(number) for number in range(gpus)])
+        monkeypatch.setattr(devices, "visible_gpus", lambda: [str(number) for number in range(gpus)])
         missing = {"vllm", "deepspeed"} - set(packages)
-        monkeypatch.setattr(
-            hardware.importlib.util,
-            "find_spec",
-            lambda name: None if name in missing else name in packages or installed(name),
-        )
+        found = lambda name: None if name in missing else name in packages or installed(name)  # noqa: E731
+        monkeypatch.setattr("importlib.util.find_spec", found)
 
     return set_up
 
@@ -52,7 +54,12 @@ REFUSED = {  # overrides -> (processes, GPUs, packages, what the message says)
     "task=arithmetic_tools rollouts_by=vllm_server": (2, 2, ("vllm",), "as if every process had asked for as much"),
     "task=arithmetic_tools parallel=fsdp2": (2, 2, (), "rollouts_by=hf with tools: rollouts call Python a different"),
     "rollouts_by=vllm rollouts_by.memory_share=3": (1, 1, ("vllm",), "between 0 and 1"),
-    "rollouts_by=vllm_server rollouts_by.timeout_s=abc": (1, 1, ("vllm",), "positive number of seconds. Try 240"),
+    "rollouts_by=vllm_server rollouts_by.timeout_s=abc": (
+        1,
+        1,
+        ("vllm",),
+        "positive number of seconds. Try rollouts_by.timeout_s=240",
+    ),
     "rollouts_by=vllm_server rollouts_by.url=localhost": (1, 1, ("vllm",), "Try rollouts_by.url=http://localhost:8000"),
     "trainer.vllm_importance_sampling_mode=token_truncated": (1, 1, (), "Did you mean token_truncate?"),
     "trainer.vllm_importance_sampling_clip_max=-1": (1, 1, (), "must be a number >= 0"),
@@ -64,12 +71,12 @@ REFUSED = {  # overrides -> (processes, GPUs, packages, what the message says)
         1,
         1,
         ("vllm",),
-        "around 1, or null. Try geometric_ratio_band='[",
+        "around 1. Use geometric_ratio_band='[0.99,1.01]', or geometric_ratio_band=null",
     ),
     "rollouts_by=vllm geometric_ratio_band=[0,1.1]": (1, 1, ("vllm",), "around 1"),
     "rollouts_by=vllm geometric_ratio_band=[0.9,1.1] trainer.vllm_importance_sampling_correction=false": (
         *(1, 1, ("vllm",)),
-        "Use trainer.vllm_importance_sampling_correction=True, or geometric_ratio_band=null",
+        "Use trainer.vllm_importance_sampling_correction=true, or geometric_ratio_band=null",
     ),
     "trainer.use_vllm=true": (1, 1, (), "set rollouts_by instead"),
     "trainer.fsdp=full_shard": (1, 1, (), "set parallel instead"),
@@ -129,19 +136,19 @@ def test_vllm_without_a_gpu_is_refused_where_it_would_run_and_not_where_it_is_pl
 def test_gpus_starts_the_processes_by_torchrun(machine, monkeypatch):
     machine(gpus=8)
     started = []
-    monkeypatch.setattr(hardware, "torchrun", lambda words: started.append(words) or 75)
+    monkeypatch.setattr(running, "torchrun", lambda words: started.append(words) or 75)
     monkeypatch.setenv(SAID, "")  # taken back at the end
     with pytest.raises(SystemExit) as end:
-        hardware.start_processes(composed("gpus=8"), "run.py", ["gpus=8", "seed=1"])
+        running.start_processes(composed("gpus=8"), "run.py", ["gpus=8", "seed=1"])
     assert started == [["--standalone", "--nproc-per-node", "8", "run.py", "gpus=8", "seed=1"]] and end.value.code == 75
-    hardware.start_processes(composed(), "run.py", [])
+    running.start_processes(composed(), "run.py", [])
     monkeypatch.setenv("WORLD_SIZE", "8")  # in the processes that were started
-    hardware.start_processes(composed("gpus=8"), "run.py", ["gpus=8"])
+    running.start_processes(composed("gpus=8"), "run.py", ["gpus=8"])
     assert len(started) == 1
     monkeypatch.delenv("WORLD_SIZE")
     machine(gpus=2)
     with pytest.raises(RunError, match="Use gpus=2"):
-        hardware.start_processes(composed("gpus=8"), "run.py", ["gpus=8"])
+        check_this_machine(composed("gpus=8"))
 
 
 @pytest.mark.parametrize(
@@ -174,8 +181,8 @@ def test_several_processes_end_with_the_code_of_those_that_said_why(codes, code,
     ],
 )
 def test_several_processes_that_a_warning_ends_can_be_started_again(codes, code, monkeypatch):
-    monkeypatch.setattr(hardware, "passes_on", lambda: True)
-    monkeypatch.setattr(hardware, "received", lambda: True)
+    monkeypatch.setattr(running, "passes_on", lambda: True)
+    monkeypatch.setattr(running, "received", lambda: True)
     assert torchrun_of(codes, monkeypatch) == code
 
 
@@ -192,7 +199,7 @@ def torchrun_of(codes: list[int], monkeypatch) -> int:
             raise ChildFailedError("run.py", failures)
 
     monkeypatch.setattr("torch.distributed.run.main", run)
-    return hardware.torchrun(["run.py"])
+    return running.torchrun(["run.py"])
 
 
 def test_one_of_several_processes_says_why_they_end(monkeypatch, tmp_path, capsys):
@@ -207,12 +214,12 @@ def test_one_of_several_processes_says_why_they_end(monkeypatch, tmp_path, capsy
 def test_vllm_gets_the_context_that_the_task_needs_and_the_tokens_that_end_a_turn(machine):
     machine(gpus=1, packages=("vllm",))
     cfg = composed("rollouts_by=vllm", "rollouts_by.memory_share=0.4", "task=gsm8k")
-    options = hardware.grpo_options(cfg) | hardware.sampling_limits(cfg, longest_prompt=300, stop_token_ids=[7])
+    options = machine_options(cfg) | sampling_limits(cfg, longest_prompt=300, stop_token_ids=[7])
     assert options["vllm_max_model_length"] == 300 + cfg.task.max_completion_length
     assert options["generation_kwargs"] == {"stop_token_ids": [7]}
     assert (options["vllm_mode"], options["vllm_gpu_memory_utilization"]) == ("colocate", 0.4)
-    assert hardware.grpo_options(composed()) == hardware.sampling_limits(composed(), 300, [7]) == {}
-    sharding = hardware.grpo_options(composed("parallel=fsdp2"))
+    assert machine_options(composed()) == sampling_limits(composed(), 300, [7]) == {}
+    sharding = machine_options(composed("parallel=fsdp2"))
     assert sharding == OmegaConf.to_container(composed("parallel=fsdp2").parallel.trainer)
 
 
@@ -316,17 +323,17 @@ def test_vllm_and_the_reference_model_load_the_revision_from_a_copy_of_it(tmp_pa
         reference.parent.mkdir(exist_ok=True)
         reference.write_text(commit)
     cfg = composed("rollouts_by=vllm", "model=hub", "model.name=someone/model", "model.revision=v1")
-    assert hardware.source_of(cfg, "someone/model") == str(snapshot)
-    assert hardware.source_of(cfg, str(tmp_path)) == str(tmp_path)  # a folder has no revisions
-    assert hardware.source_of(composed("model.revision=v1"), "someone/model") == "someone/model"
-    assert hardware.source_of(composed("rollouts_by=vllm"), "someone/model") == "someone/model"
+    assert source_of(cfg, "someone/model") == str(snapshot)
+    assert source_of(cfg, str(tmp_path)) == str(tmp_path)  # a folder has no revisions
+    assert source_of(composed("model.revision=v1"), "someone/model") == "someone/model"
+    assert source_of(composed("rollouts_by=vllm"), "someone/model") == "someone/model"
     near = composed("model=hub", "model.name=someone/model", "model.revision=v1", "++trainer.beta=0.01")
-    assert hardware.source_of(near, "someone/model") == str(snapshot)
+    assert source_of(near, "someone/model") == str(snapshot)
     near.trainer.beta = 0.0
-    assert hardware.source_of(near, "someone/model") == "someone/model"
+    assert source_of(near, "someone/model") == "someone/model"
     cfg.model.revision = "v2"
     with pytest.raises(RunError, match="python experiments/prefetch.py --model someone/model --revision v2"):
-        hardware.source_of(cfg, "someone/model")
+        source_of(cfg, "someone/model")
 
 
 @pytest.mark.parametrize(
@@ -339,11 +346,11 @@ def test_vllm_and_the_reference_model_load_the_revision_from_a_copy_of_it(tmp_pa
     ],
 )
 def test_bfloat16_that_the_processor_only_emulates_is_said_and_not_changed(tmp_path, monkeypatch, flags, emulated):
-    monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")
-    assert hardware.emulated_bfloat16("bfloat16", on_cpu=True) == ""  # nothing is known
+    monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
+    assert devices.emulated_bfloat16("bfloat16", on_cpu=True) == ""  # nothing is known
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-    assert bool(hardware.emulated_bfloat16("bfloat16", on_cpu=True)) == emulated
-    assert hardware.emulated_bfloat16("bfloat16", on_cpu=False) == hardware.emulated_bfloat16("float32", True) == ""
+    assert bool(devices.emulated_bfloat16("bfloat16", on_cpu=True)) == emulated
+    assert devices.emulated_bfloat16("bfloat16", on_cpu=False) == devices.emulated_bfloat16("float32", True) == ""
 
 
 # ---- a vLLM server is waited for before anything loads
@@ -376,12 +383,12 @@ def of_server(url, timeout_s):
 
 
 def test_a_server_that_answers_is_not_waited_for_and_one_that_starts_is(server, capsys, monkeypatch):
-    monkeypatch.setattr(hardware.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(running.time, "sleep", lambda seconds: None)
     url = f"http://127.0.0.1:{server.server_port}"
-    hardware.wait_for_server(of_server(f"{url}/", 60))
+    running.wait_for_server(of_server(f"{url}/", 60))
     assert server.asked == ["/health"] and capsys.readouterr().err == ""
     server.asked, server.busy = [], 2
-    hardware.wait_for_server(of_server(url, 60))
+    running.wait_for_server(of_server(url, 60))
     assert len(server.asked) == 3
     assert capsys.readouterr().err == f"waiting up to 60 s for the vLLM server at {url}\n"
 
@@ -393,4 +400,4 @@ def test_a_server_that_is_not_there_is_told_before_the_model_loads(server, machi
     machine(1, ("vllm",))
     with pytest.raises(RunError, match=f"rollouts_by.url={url} gave no answer .*trl vllm-serve --model tiny"):
         check(of_server(url, 0.01))
-    hardware.wait_for_server(composed())  # where no server samples
+    running.wait_for_server(composed())  # where no server samples
