@@ -15,8 +15,7 @@ class _PlainLog(LogLocator):
         """Returns the ticks from vmin to vmax; matplotlib calls it with the limits of the view."""
         low, high = min(vmin, vmax), max(vmin, vmax)
         if low > 0 and high / low < NARROW:
-            ticks = MaxNLocator(5).tick_values(low, high)
-            return ticks[ticks > 0]
+            return [tick for tick in MaxNLocator(5).tick_values(low, high) if tick > 0]
         return super().tick_values(vmin, vmax)
 
 

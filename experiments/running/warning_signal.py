@@ -89,6 +89,12 @@ def listen(pass_on: bool = False) -> None:
             signal.signal(number, _note_and_pass_on if pass_on else _note)
 
 
+def signals_passed_on() -> set[str]:
+    """Returns the names of the signals that this process passes on to the processes that it has started."""
+    ours = {_note_and_pass_on, _pass_on_ctrl_c}
+    return {number.name for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) in ours}
+
+
 def passes_on() -> bool:
     """Tells whether this process listens for others that it has started."""
     return signal.getsignal(signal.SIGTERM) is _note_and_pass_on
