@@ -22,7 +22,7 @@ lint: .venv/installed
 
 # What no row of study/rows covers. QUICK=1 gives every claim with few seeds and rows of its own, in half an hour.
 study: .venv/installed
-	$(BIN)/python study/run.py $(if $(QUICK),--quick --rows build/study/rows) $(ARGS)
+	$(BIN)/python -m study $(if $(QUICK),--quick --rows build/study/rows) $(ARGS)
 	$(if $(QUICK),$(BIN)/python -m study report --folder build/study)
 
 report-study: .venv/installed

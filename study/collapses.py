@@ -8,20 +8,22 @@ import numpy as np
 import pandas as pd
 
 from analysis.arms import by_arm, colour, label
+from analysis.claims.rules import RESAMPLES, SEEDS
 from analysis.group_size import final_accuracy
 from analysis.intervals import Interval, bootstrap, iqm
 from analysis.report.markdown import markdown_table
 from analysis.stability import stability_table, survivors
 from analysis.style import PAGE, figure, figure_of, keep_numbers, legend_below, seeds_text
+from study.answer import effect_text
 from study.collected import steps_table
-from study.verdicts import RESAMPLES, SEEDS, SETTING
+from study.verdicts import SETTING
 
 SIDE_BY_SIDE = 4  # panels of a figure
 FEWEST_RATES = 3  # of a setting, below which nothing is said of where its runs end highest and where they break
 ROOM_TEXT = (
-    "Room above the best rate: how many times the rate at which an arm ends highest it takes until half of its runs "
-    "collapse, between the last rate at which fewer do and the next that was run; at least so many where no lower rate "
-    "than the best was run. A gradient smaller by a factor is the same as a lower rate, and leaves the room as it is."
+    "Room: how many times its best rate an arm takes until half of its runs collapse. The first number is the last "
+    "rate at which fewer do, the second the next rate that was run. *At least*: no rate below the best, or none "
+    "that is high enough, was run. A gradient that is smaller by a factor acts like a lower rate: the room stays."
 )
 APART = 0.01  # of the share: what lines of arms are shifted by
 
@@ -52,7 +54,7 @@ def cells_section(table: pd.DataFrame) -> str:
             name = label(str(arm.baseline))
             at = "" if np.isnan(arm.collapsed_at) else f", median step {arm.collapsed_at:.0f}"
             row[f"{name}: collapsed"] = f"{arm.collapsed} of {arm.runs}{at}"
-            row[f"{name}: final accuracy"] = str(Interval(arm.final, arm.final_low, arm.final_high, arm.runs))
+            row[f"{name}: final accuracy"] = effect_text(Interval(arm.final, arm.final_low, arm.final_high, arm.runs))
         shown.append(row)
     return markdown_table(pd.DataFrame(shown).fillna(""))
 

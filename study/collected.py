@@ -1,7 +1,7 @@
 """Keeps one row per finished run of the study, and makes tables of these rows that every figure of analysis/ takes.
 
-A row's key is a digest of the run's configuration, so that a command can tell what has been run, on any machine. The
-curves of a run lie in cells, numbers with blanks between them. study/run.py makes the runs and adds their rows.
+A row's key is a digest of the run's configuration, so a command knows on any machine what has been run. The curves of a
+run are in cells, as numbers separated by blanks. study/run.py makes the runs and adds their rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DIGITS = 5
 REAL = "arithmetic, SmolLM2-135M"  # what the rows of the real model call its task
 ENDED = ("finished", "diverged")
 MAIN = "claim_c3_c4"  # what the names of files of rows begin with
-FIXED = "C4, rollouts per step fixed"  # what stands beside C4: 16 prompts x 4 rollouts and 2 x 32
+FIXED = "C4, rollouts per step fixed"  # compared beside C4: 16 prompts x 4 rollouts with 2 x 32
 OTHERS = {"C1": "claim_c1", "C2": "claim_c2", FIXED: "claim_fixed_rollouts"}
 COSINE = "claim_c2_cosine"
 BESIDE_C2 = {  # what the rules added to its grid

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.arms import label
+from analysis.claims.rules import RESAMPLES, RIVAL, SMALL
 from analysis.curves import draw_curves
 from analysis.group_size import accuracy_by_group_size
 from analysis.intervals import FEWEST
@@ -18,7 +19,7 @@ from otb.errors import RunError
 from study import verdicts
 from study.collapses import survival
 from study.collected import COSINE, MAIN, OTHERS, of_kind, steps_table
-from study.verdicts import RESAMPLES, RIVAL, SMALL, STAGES, judged_sizes
+from study.verdicts import STAGES, sizes_of
 
 TITLES = {"C2": "Runs alive", "C3": "Final accuracy", "C4": "Accuracy over tokens"}
 LARGEST_RATIO = 2.5  # of noises on a linear axis: beyond, most arms would share a fifth of it
@@ -69,7 +70,7 @@ def noise_over_training(results: pd.DataFrame):
     Returns:
         Array of axes.
     """
-    sizes = dict(zip(judged_sizes(results), STYLES, strict=True))
+    sizes = dict(zip(sizes_of(results), STYLES, strict=True))
     of_others = results[(results.estimator != RIVAL) & results.group_size.isin(sizes)]
     by_noise = of_others[of_others.group_size == SMALL].groupby("estimator").relative_noise.mean()
     places = {name: place for place, name in enumerate(by_noise.sort_values(ascending=False).index)}

@@ -20,13 +20,14 @@ from analysis.intervals import Interval, bootstrap, difference, iqm
 from analysis.report.markdown import markdown_table
 from analysis.stability import stability_table
 from analysis.style import PAGE, figure, keep_numbers, save, seeds_text
+from study.answer import effect_text
 from study.collected import numbers, steps_table
 
 
 class Question(NamedTuple):
-    """What recipes compare. off: what is varied where the method is off, which all others are compared with.
+    """A question that recipes answer. off: the variant without the method, with which all others are compared.
 
-    more: recipes beside the one that it is filed under.
+    more: further recipes that answer it.
     """
 
     title: str
@@ -50,14 +51,18 @@ QUESTIONS = {
 HEAD = """\
 # The methods compared
 
-Written by `python -m study report` from `study/rows/neighbours_*.csv`, a row per run; `python
-study/run.py NAME` runs what has no row. Final accuracy is the mean of the last two evaluations; differences are
-paired by seed; interquartile means with 95 % intervals over seeds; own tokens are the median run's. The tiny policy on
-a CPU. What a step costs is in [the page of the methods](../neighbours.md): these runs shared two cores with other work.
+`python -m study report` writes this page from `study/rows/neighbours_*.csv`, which has a row per run; `python -m study
+NAME` runs what has no row. All runs are of the tiny policy on a CPU. Final accuracy is the mean of the last two
+evaluations. Differences are paired by seed. Numbers are interquartile means with 95 % intervals over seeds; own tokens
+are those of the median run. [The page of the methods](../neighbours.md) has the cost of a step, which these runs cannot
+show, because they shared two cores with other work.
 
-Gradient noise is read from the norms of the steps' gradients: P mean |g|^2 over the steps of a run, P prompts a step.
-That is, on average, the trace of the covariance of one prompt group's gradient plus P times the squared norm of the
-true one, and so an upper bound; [how close](../neighbours.md#gradient-noise) was measured. Geometric means over seeds.
+These are {differences} exploratory comparisons without a pre-registered rule and without a correction for their number.
+By chance alone, about {by_chance} of their intervals would exclude 0.
+
+Gradient noise is P times the mean of |g|^2 over the steps of a run, for P prompts a step and gradient g. On average
+that is the noise of one prompt group's gradient plus P times the squared norm of the true gradient, an upper bound;
+[we measured how close it is](../neighbours.md#gradient-noise). The numbers are geometric means over seeds.
 """
 
 
@@ -114,10 +119,12 @@ def columns(name: str, found: Interval) -> dict[str, float]:
 
 def text(row: pd.Series, name: str) -> str:
     """Returns an estimate with its interval; "" where there is none."""
-    return "" if pd.isna(row.get(name)) else str(Interval(row[name], row[f"{name}_low"], row[f"{name}_high"], 0))
+    return (
+        "" if pd.isna(row.get(name)) else effect_text(Interval(row[name], row[f"{name}_low"], row[f"{name}_high"], 0))
+    )
 
 
-def shown(table: pd.DataFrame) -> pd.DataFrame:
+def page_table(table: pd.DataFrame) -> pd.DataFrame:
     """Returns the table of a page."""
     return pd.DataFrame(
         {
@@ -150,7 +157,8 @@ def drawing(table: pd.DataFrame, title: str, off: str):
     _, axes = figure(1, PAGE, height, rows=len(tasks), squeeze=False, height_ratios=[count + 1 for count in counts])
     for ax, task in zip(axes[:, 0], tasks, strict=True):
         rows = drawn[drawn.task == task]
-        places = range(len(rows))[::-1]
+        rows = rows[::-1]  # the first row on top
+        places = range(len(rows))
         ax.axvline(0, color="0.6", lw=0.8, zorder=0)
         ax.hlines(places, rows.difference_low, rows.difference_high, color="#0072B2", lw=1.6)
         ax.plot(rows.difference, places, ls="", marker="o", ms=2.5, color="#0072B2")
@@ -163,9 +171,9 @@ def drawing(table: pd.DataFrame, title: str, off: str):
         ax.xaxis.set_major_locator(MaxNLocator(7))
         ax.grid(axis="y", visible=False)
     axes[0, 0].figure.suptitle(title, fontsize=10)
-    axes[0, 0].figure.supxlabel(f"final accuracy minus that with {off}; 95 % intervals over seeds", fontsize=8)
-    keep_numbers(axes[:, 0], drawn)
-    return axes[:, 0]
+    axes[0, 0].figure.supxlabel(f"final accuracy, minus the one with {off}; 95 % intervals over seeds", fontsize=8)
+    keep_numbers(axes, drawn)
+    return axes
 
 
 def plain(variant: str) -> str:
@@ -182,17 +190,19 @@ def write_methods(rows: dict[str, pd.DataFrame], folder: Path) -> list[Path]:
     if not asked:
         return []
     folder.mkdir(parents=True, exist_ok=True)
-    lines, tables, written = [HEAD], [], []
+    lines, tables, written = [], [], []
     for name, question in asked.items():
         recipes = [name, *(other for other in question.more if other in rows)]
         table = comparison(pd.concat([rows[recipe] for recipe in recipes], ignore_index=True), question.off)
         tables.append(table.assign(recipe=name))
-        command = f"`python study/run.py {' '.join(recipes)}`"
+        command = f"`python -m study {' '.join(recipes)}`"
         lines += [f"## {question.title}", "", f"{command}, [method]({question.page}).", ""]
-        lines += [markdown_table(shown(table)), ""]
+        lines += [markdown_table(page_table(table)), ""]
         if "difference" in table and table.difference.notna().any():
             written += save(drawing(table, question.title, question.off), folder / "figures" / name, ("png", "pdf"))
             lines += [f"![{question.title}](figures/{name}.png)", ""]
-    (folder / "comparison.md").write_text("\n".join(lines), encoding="utf8")
+    differences = int(pd.concat(tables).get("difference", pd.Series(dtype=float)).notna().sum())
+    head = HEAD.format(differences=differences, by_chance=round(0.05 * differences))
+    (folder / "comparison.md").write_text("\n".join([head, *lines]), encoding="utf8")
     pd.concat(tables).to_csv(folder / "comparison.csv", index=False, float_format="%.6g")
     return [folder / "comparison.md", folder / "comparison.csv", *written]

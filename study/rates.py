@@ -75,6 +75,6 @@ def tuned_rate(task: str, baseline: str, group_size: int, source: Path = RATES) 
     except KeyError:
         raise RunError(
             f"The study has no learning rate for task={task} baseline={baseline} group_size={group_size}. Run its "
-            "search, a recipe claim_rates* of python study/run.py; if that is done, its best rate is an end of "
+            "search, a recipe claim_rates* of python -m study; if that is done, its best rate is an end of "
             "the list, and the next one has to be tried."
         ) from None

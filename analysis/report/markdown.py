@@ -37,7 +37,6 @@ def markdown(loaded: Runs, parts: list[Part], out: Path) -> str:
             lines += [f"{figure.caption} Made by `{figure.command}`.", ""]
         if part.has_rival:
             lines += ["### Claims", "", markdown_table(part.claims), ""]
-            lines += ["### Comparisons behind them", "", markdown_table(part.findings), ""]
     lines += ["## Runs", "", markdown_table(loaded.runs.reindex(columns=RUN_COLUMNS)), ""]
     return "\n".join(lines)
 

@@ -61,7 +61,7 @@ def interval_text(claim: dict) -> str:
     if np.isnan(estimate):
         return "not measured"
     text = f"{estimate:.3g}" if np.isnan(low) else f"{estimate:.3g} [{low:.3g}, {high:.3g}]"
-    return text.replace("-", "−") + (", of a proxy" if "(proxy)" in claim["weakest comparison"] else "")
+    return text.replace("-", "−") + (", of a proxy" if "(proxy)" in claim["compared"] else "")
 
 
 def main_part(loaded: Runs, parts: list[Part]) -> Part:

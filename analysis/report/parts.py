@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.report.claims import UNDECIDED, findings_table, verdicts
-from analysis.report.comparisons import Claims
+from analysis.claims.rules import UNDECIDED
+from analysis.report.claims import claims_table, decisions
 from analysis.report.drawing import Drawings, Drawn
 from analysis.report.figures import all_figures, main_figure
 from analysis.report.tables import result_note, result_rows, tables_of
@@ -35,7 +35,6 @@ class Part:
     result_note: str
     has_rival: bool
     claims: pd.DataFrame
-    findings: pd.DataFrame
     tables: list[tuple[str, pd.DataFrame]]
     figures: list[Drawn]
     main: Drawn | None = None
@@ -82,19 +81,19 @@ def part_of(
     loaded: Runs, setting: str, table: pd.DataFrame, target: float | None, folder: Path, drawings: Drawings
 ) -> Part:
     """Measures and draws everything of one setting; what cannot be is there with its reason."""
+    claims = claims_table(decisions(table, target))
     if target is None:
         try:
             target = default_target(table)
-        except RunError:  # the figures and claims that need evaluations each say so
+        except RunError:  # the figures that need evaluations each say so
             target = None
-    findings = Claims(table, target if target is not None else float("nan")).findings()
     first, figures = main_figure(table), list(all_figures(loaded, table, target))
     drawn = drawings.draw_all([first, *figures] if first else figures, folder)
     main = drawn.pop(0) if first else None
     name = setting_labels(loaded.runs).get(setting, "")
     result = result_of(table)
-    claims = (verdicts(findings), findings_table(findings))
-    return Part(setting, name, target, *result, has_rival(table), *claims, list(tables_of(table, target)), drawn, main)
+    tables = list(tables_of(table, target))
+    return Part(setting, name, target, *result, has_rival(table), claims, tables, drawn, main)
 
 
 def result_of(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:

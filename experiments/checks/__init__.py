@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError
 
 from experiments.checks.files import check_training_rows
 from experiments.checks.machine import check_this_machine
@@ -54,7 +53,7 @@ def check(cfg: DictConfig, processes: int | None = None) -> Run:
     of how many. Raises RunError for a configuration that cannot run as written.
     """
     check_numbers(cfg, NUMBERS)
-    check_learning_rate(cfg)
+    check_positive(cfg, "learning_rate", "1e-6")
     check_true_or_false(cfg, *SWITCHES)
     task, sandbox = check_policy_and_task(cfg)
     check_training_rows(task)
@@ -76,17 +75,6 @@ def check(cfg: DictConfig, processes: int | None = None) -> Run:
     if processes is None:
         wait_for_server(cfg)
     return run
-
-
-def check_learning_rate(cfg: DictConfig) -> None:
-    """Raises RunError for a learning rate that is not positive, or that the study has not searched for."""
-    try:
-        check_positive(cfg, "learning_rate", "1e-6")
-    except InterpolationResolutionError as error:  # ${tuned_rate:...}; OmegaConf keeps its RunError as a context alone
-        found: BaseException | None = error
-        while found is not None and not isinstance(found, RunError):
-            found = found.__context__
-        raise found or error from None
 
 
 def check_policy_and_task(cfg: DictConfig) -> tuple[Task, Sandbox | None]:

@@ -62,23 +62,7 @@ def unless_tiny(text: str, *, _root_) -> str | None:
     return None if model is None or is_tiny(model) else text
 
 
-def study_rate(group_size: int, factor: float = 1, *, _root_) -> float:
-    """Returns `factor` times the learning rate that the study found for the run's arm and task at a group size.
-
-    Its recipes call it ${tuned_rate:${group_size}}. Raises RunError where it has not been searched for.
-    """
-    from analysis.arms import arm_name, function_name, shipped_baselines
-    from analysis.runs.rows import flat_cells
-    from study.rates import tuned_rate
-
-    arm = arm_name(
-        {"kind": "otb", **flat_cells({"baseline": OmegaConf.to_container(_root_.baseline)})}, shipped_baselines()
-    )
-    return factor * tuned_rate(function_name(_root_.task._target_), arm, group_size)
-
-
 OmegaConf.register_new_resolver("unless_tiny", unless_tiny, replace=True)
-OmegaConf.register_new_resolver("tuned_rate", study_rate, replace=True)
 
 
 def build(cfg: DictConfig, group: str):

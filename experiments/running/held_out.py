@@ -1,6 +1,6 @@
-"""The further evaluation sets of a run, `evaluation.tasks`: which they are, and what is refused. Imports no torch.
+"""Builds and checks the further evaluation sets of a run, `evaluation.tasks`. Importing this file imports no torch.
 
-They bring problems and graders; the limits of a response and Python as a tool are those of the run's own task.
+A set provides problems and a grader. The run's own task decides the length limit of a response and the Python tool.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from otb.tasks import Task
 
 
 class HeldOut(NamedTuple):
-    """Problems that a run is evaluated on. name: of the task that has them. reward: grades, as a task's does."""
+    """Holds an evaluation set.
+
+    name: the name of its task. rows: its problems. reward: grades responses, as a task's `reward` does.
+    """
 
     name: str
     rows: list[dict[str, Any]]
@@ -29,7 +32,7 @@ class HeldOut(NamedTuple):
 
 
 def own_name(task: Task) -> str:
-    """Returns the name of the set that the run's own evaluation rows are of."""
+    """Returns the name of the set from which the run's own evaluation rows come."""
     return getattr(getattr(task, "evaluation", None), "name", task.name)
 
 
@@ -60,8 +63,8 @@ def checked_held_out(cfg: DictConfig, own: Task) -> dict[str, Task]:
     for key in ("data_dir", "max_rows"):
         if node[key] is not None and not node.tasks:
             raise RunError(
-                f"evaluation.{key}={node[key]} is of the sets in evaluation.tasks, and there are none. Leave it out; "
-                "task.path and task.max_eval_rows are of the run's own rows."
+                f"evaluation.{key}={node[key]} applies to the sets in evaluation.tasks, and there are none. Leave it "
+                "out; task.path and task.max_eval_rows apply to the run's own rows."
             )
     return _held_out_tasks(cfg, own)
 
@@ -79,14 +82,14 @@ def held_out_rows(cfg: DictConfig, tasks: Mapping[str, Task]) -> list[HeldOut]:
 
 
 def _composed(name: str) -> DictConfig:
-    """Returns {"task": the configuration of a task of conf/task}."""
-    begun = GlobalHydra.instance().is_initialized()  # by a command; not where a function of this module is called
+    """Returns {"task": configuration} for a task of conf/task."""
+    begun = GlobalHydra.instance().is_initialized()  # True in a command, False if code calls this module directly
     with nullcontext() if begun else initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(overrides=[f"+task={name}"])
 
 
 def _in_folder(cfg: DictConfig, folder: str | None) -> DictConfig:
-    """Returns the configuration of a task, its rows and those of its `evaluation` in folders of their names."""
+    """Returns a task's configuration that reads its rows from FOLDER/NAME; the rows of its `evaluation` likewise."""
     for key in ("task", "task.evaluation"):
         if folder is not None and OmegaConf.select(cfg, f"{key}.path") is not None:
             name = OmegaConf.select(cfg, f"{key}.name")
@@ -96,13 +99,13 @@ def _in_folder(cfg: DictConfig, folder: str | None) -> DictConfig:
 
 def _check(name: str, task: Task, own: Task) -> None:
     try:
-        _ = [source.local for source in getattr(task, "evaluation_sources", list)()]  # a path that does not exist
+        _ = [source.local for source in getattr(task, "evaluation_sources", list)()]  # raises if a path does not exist
     except ValueError as error:
         raise RunError(f"evaluation.tasks, {name}: {error}") from error
     if getattr(task, "evaluation", None) is None and getattr(task, "eval_split", task) is None:
         raise RunError(f"evaluation.tasks: {name} has no evaluation rows. Try 'evaluation.tasks=[math500]'.")
     if task.environment is not None and own.environment is None:
         raise RunError(
-            f"evaluation.tasks: {name} is solved with Python, and the run's task {own.name} has none. Leave it out, or "
-            "train on a task with tools."
+            f"evaluation.tasks: {name} is solved with Python, but the run's task {own.name} has none. Leave {name} "
+            "out, or train on a task with tools."
         )

@@ -1,4 +1,4 @@
-"""HeldOutSampler: samples and grades held-out problems in the middle of training. RunTrainer calls it."""
+"""Samples and grades held-out problems during training. RunTrainer uses HeldOutSampler for its evaluations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from otb.training.trainer import OTBTrainer
 
 
 class Samples(NamedTuple):
-    """Samples of a set, (prompts, samples) each. rewards: NaN where unscored. endings: positions in ENDINGS."""
+    """Holds the samples of a set; each field is (prompts, samples).
+
+    rewards: NaN for unscored samples. endings: positions in ENDINGS.
+    """
 
     rewards: Tensor
     own_tokens: Tensor
@@ -26,7 +29,7 @@ class Samples(NamedTuple):
     endings: Tensor
 
     def table(self, task: str, with_tools: bool) -> pd.DataFrame:
-        """Returns a row per sample, in the columns of samples.jsonl (docs/evaluate.md)."""
+        """Returns a row per sample, with the columns of samples.jsonl (docs/evaluate.md)."""
         prompts, samples = self.rewards.shape
         columns = {
             "task": task,
@@ -42,22 +45,22 @@ class Samples(NamedTuple):
 
 
 class HeldOutSampler:
-    """Samples and grades held-out problems between the steps of a trainer, which then trains on as if it had not."""
+    """Samples and grades held-out problems between the steps of a trainer, without any effect on training."""
 
     def __init__(self, trainer: OTBTrainer):
         self.trainer: Any = trainer
 
     def samples(self, held_out: HeldOut, samples: int) -> Samples:
-        """Draws so many `samples` of every problem of a set, and grades them.
+        """Draws and grades `samples` responses to every problem of a set.
 
-        TRL's rollout code does the work, so that tools and vLLM are served as well. The draws are the same at every
-        call. vLLM gets all prompts of a process at once: it is kept busy by many, and batches them itself.
+        TRL's rollout code samples them, so tools and vLLM work as in training. Every call uses the same random state.
+        vLLM gets all prompts of a process at once, because it batches them itself and needs many to be busy.
         """
         trainer = self.trainer
         processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         rows, parts = held_out.rows, []
         prompts_per_batch = max(1, trainer.args.per_device_eval_batch_size // samples) * processes
-        if trainer.args.use_vllm:  # the real one, not a copy of the policy
+        if trainer.args.use_vllm:  # unlike trainer.use_vllm, not true for a SamplerCopy
             prompts_per_batch = len(rows)
         with self.evaluating(held_out.reward, samples), isolated_random_state(seed=trainer.args.seed * 1000 + rank):
             for start in range(0, len(rows), prompts_per_batch):
@@ -75,10 +78,9 @@ class HeldOutSampler:
 
     @contextmanager
     def evaluating(self, reward: Callable, samples: int) -> Iterator[None]:
-        """Makes TRL only sample, `samples` responses per prompt, and grade them by `reward`.
+        """Makes TRL sample `samples` responses per prompt and grade them with `reward`, inside the block.
 
-        It leaves out the forwards that its loss alone reads: of the policy that sampled, for importance ratios, and of
-        the reference model.
+        TRL then skips the forwards of the policy that sampled and of the reference model, which only its loss needs.
         """
         trainer = self.trainer
         options = {"num_generations_eval": samples, "reward_funcs": [reward], "reward_weights": torch.ones(1)}

@@ -1,4 +1,4 @@
-"""Keeps the last rollouts of a run, and stops it at a loss or gradient that is not finite. RunTrainer uses both."""
+"""Keeps a run's last rollouts, and stops the run if a loss or gradient is not finite. RunTrainer uses both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from otb.records import RunDirectory, sample_step
 
 
 class KeptRollouts(Method):
-    """Keeps the last batch of rollouts until it is written or the next one comes."""
+    """Keeps the last batch of rollouts in memory until the next batch comes, and writes it on request."""
 
     def __init__(self, directory: RunDirectory):
         self.directory = directory
@@ -27,9 +27,9 @@ class KeptRollouts(Method):
         self._step, self._endings = step, self.trainer.endings
 
     def write(self, name: str, groups: int | None) -> Path:
-        """Writes prompts, responses, rewards, energies and advantages of this process's rollouts; returns the file.
+        """Writes this process's rollouts to rollouts/NAME.parquet and returns the path.
 
-        groups: as in rollout_rows.
+        groups: as in `rollout_rows`, which lists the columns. If no batch has been kept, nothing is written.
         """
         path, trainer = self.directory.rollouts / f"{name}.parquet", self.trainer
         if self._step is None:
@@ -40,7 +40,7 @@ class KeptRollouts(Method):
 
 
 class FiniteCheck(Method):
-    """Raises RunError for a loss or gradient that is not finite, before it reaches the weights.
+    """Raises RunError if a loss or gradient is not finite, before the weights change.
 
     kept: writes the rollouts that caused it.
     """
@@ -54,7 +54,7 @@ class FiniteCheck(Method):
 
     def gradient(self, norm):
         losses, self._losses = torch.stack(self._losses).sum(), []
-        self._refuse("loss", self.trainer.accelerator.gather(losses).sum())  # one process's loss stops them all
+        self._refuse("loss", self.trainer.accelerator.gather(losses).sum())  # a bad loss in one process stops all
         self._refuse("gradient_norm", norm)
         return norm
 
@@ -65,6 +65,6 @@ class FiniteCheck(Method):
         path = self.kept.write(f"failed-{step:08d}" + (f"-rank{rank}" if rank else ""), groups=None)
         raise RunError(
             f"{name}={float(value)} at step {step}; it must be finite, and training stops before the weights change. "
-            f"The rollouts that caused it ({path.name}): python -m analysis.runs.show {self.kept.directory.path} "
-            f"--step {step}. Try a smaller learning_rate."
+            f"To see the rollouts that caused it ({path.name}): python -m analysis.runs.show "
+            f"{self.kept.directory.path} --step {step}. Try a smaller learning_rate."
         )

@@ -1,4 +1,4 @@
-"""Orders the prompts of a run; run_trainer.py gives it to the trainer instead of TRL's own sampler."""
+"""Orders the prompts of a run. RunTrainer uses it instead of TRL's sampler."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch.utils.data import Sampler
 
 
 class PromptSampler(Sampler):
-    """Yields the rows of a whole run in TRL's order: prompts `group_size` times each, batches `uses` times each.
+    """Yields the rows of a whole run in TRL's order: each prompt `group_size` times, each batch `uses` times.
 
-    Unlike TRL's, the permutation of an epoch follows from (seed, epoch) alone, so that a run resumed in its third epoch
-    sees the prompts of the third; and it depends on neither group size nor length, so that every arm of a comparison
-    sees the same prompts in the same order, and more steps continue a run.
+    Unlike in TRL, (seed, epoch) alone determines the permutation of an epoch. A run that resumes in its third epoch
+    therefore sees the prompts of the third epoch. All arms of a comparison see the same prompts in the same order,
+    because the permutation depends neither on the group size nor on the length of the run; a longer run extends a
+    shorter one.
 
     Args:
-        rows: prompts in the dataset.
+        rows: prompts in the data set.
         prompts_per_batch: prompts of one generation.
         group_size: rollouts per prompt.
-        uses: how often a generation is used, once per micro-batch that is made of it.
-        micro_batches: forwards of the whole run.
-        seed: of the permutations.
+        uses: how many micro-batches use one generation.
+        micro_batches: the number of micro-batches of the whole run.
+        seed: seed of the permutations.
     """
 
     def __init__(self, rows: int, prompts_per_batch: int, group_size: int, uses: int, micro_batches: int, seed: int):

@@ -1,4 +1,4 @@
-"""What rollouts/*.parquet holds of a rollout (docs/runs.md). Called by kept_rollouts.py; read by analysis/."""
+"""Makes the rows of rollouts/*.parquet (docs/runs.md). KeptRollouts writes them; analysis/ reads them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def rollout_rows(
 ) -> Iterator[dict]:
     """Yields a row for each kept rollout of the process `rank`.
 
-    endings: how each of its rollouts ended. groups: how many whole groups to keep, the first ones; None for every
-    rollout, also of groups that are shared with other processes.
+    step: the batch. endings: how each rollout of this process ended. groups: keep only the first `groups` whole groups;
+    None keeps every rollout, even if its group spans processes.
     """
     rollouts, output, log_probs = step.rollouts, step.output, step.log_probs
     value = step.baseline.value if isinstance(step.baseline, Baseline) else step.baseline
@@ -53,12 +53,12 @@ def rollout_rows(
 
 
 def per_token(values: Tensor, length: int) -> list[float]:
-    """Returns a value per own token. values: (T,), or (1,) where one value holds for the whole rollout."""
+    """Returns one value per own token. values: (T,), or (1,) if the whole rollout has one value."""
     return values[:length].tolist() if len(values) > 1 else [float(values[0])] * length
 
 
 def write_parquet(table: pd.DataFrame, path: Path) -> None:
-    """Writes a table; the file is whole or absent. Raises RunError where it cannot be written."""
+    """Writes a table; the file is either complete or absent. Raises RunError if it cannot be written."""
     try:
         with whole(path) as aside:
             table.to_parquet(aside)

@@ -1,8 +1,8 @@
-"""RunTrainer: an OTBTrainer that lives in a run directory. It writes records, evaluations, samples and checkpoints.
+"""Defines RunTrainer: an OTBTrainer that writes records, samples, evaluations and checkpoints into a run directory.
 
-experiments/running/train.py builds it; OTBTrainer alone is what other people's scripts use. A step ends in this order:
-metrics row, samples, evaluation if due, checkpoint if due, so that everything up to a checkpoint is on disk before the
-checkpoint is.
+experiments/running/train.py builds it; scripts outside this project use OTBTrainer. At the end of a step it writes the
+metrics row, then samples, evaluation and checkpoint if they are due. In this order everything up to a checkpoint is on
+disk before the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from otb.records import RunDirectory, read_rows
 from otb.records.metric_names import METRICS
 from otb.training.trainer import BASELINE_STATE, OTBTrainer
 
-TRL_NAMES = {  # TRL's names of what it measures -> ours
+TRL_NAMES = {  # TRL's metric names -> ours
     "loss": "loss",
     "grad_norm": "gradient_norm",
     "entropy": "entropy",
@@ -57,7 +57,7 @@ TRL_NAMES = {  # TRL's names of what it measures -> ours
     "sampling/importance_sampling_ratio/mean": "importance_ratio_mean",
     "sampling/importance_sampling_ratio/max": "importance_ratio_max",
 }
-RESUME_FILES = (  # of a checkpoint, what only a resumed run reads; an auxiliary head's weights belong to the policy
+RESUME_FILES = (  # files of a checkpoint that only a resumed run reads; an auxiliary head belongs to the policy
     BASELINE_STATE,
     TOKEN_WEIGHTS_STATE,
     IMPROVEMENT_STATE.format("*"),
@@ -74,26 +74,26 @@ RESUME_FILES = (  # of a checkpoint, what only a resumed run reads; an auxiliary
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often things happen, in steps; 0 = never. Evaluations and the last checkpoint also fall on the final step."""
+    """Holds the periods of recurring work, in steps; 0 = never. Work with a period also happens at the final step."""
 
     evaluate_every: int
-    evaluation_samples: int  # k samples per held-out prompt
+    evaluation_samples: int  # k, samples per held-out prompt
     checkpoint_every: int
     rollouts_every: int
     rollouts_groups: int  # prompt groups kept per recorded step
 
 
 class RunTrainer(OTBTrainer):
-    """An OTBTrainer that writes into a run directory and can be killed at any moment.
+    """Trains in a run directory. The run can be killed at any moment and resumed from its last checkpoint.
 
     Args:
-        directory: where everything is written.
-        lock: held by the first process, which writes; None in the others.
-        schedule: when to evaluate, to keep samples and to write checkpoints.
-        held_out: the sets to evaluate on; the first is the task's own, by which the best checkpoint is chosen.
+        directory: the run directory.
+        lock: held by the first process, which does the writing; None in the others.
+        schedule: when to evaluate, keep samples and write checkpoints.
+        held_out: the evaluation sets. The first is the task's own; it decides which checkpoint is the best.
         on_step: called with each metrics row, for a progress display.
-        on_evaluation: called with each evaluation's row.
-        Everything else is as in OTBTrainer.
+        on_evaluation: called with each evaluation row.
+        All other arguments are as in OTBTrainer.
 
     Raises:
         RunError: a file cannot be written, the lock was lost, or a loss or gradient is not finite.
@@ -145,7 +145,7 @@ class RunTrainer(OTBTrainer):
         last_done = self._globalstep_last_logged
         super()._maybe_log_save_evaluate(*args, **kwargs)  # writes the row, see `log`
         step, schedule = self.state.global_step, self.schedule
-        if step == last_done:  # transformers asks once more at the end of the epoch
+        if step == last_done:  # transformers calls it again at the end of the epoch
             return
         if self._due(step, schedule.rollouts_every) and self.accelerator.is_main_process:
             self.kept_rollouts.write(f"step-{step:08d}", schedule.rollouts_groups)
@@ -161,13 +161,13 @@ class RunTrainer(OTBTrainer):
         self._step_started = time.perf_counter()
 
     def _any_process_warned(self) -> bool:
-        """Tells whether a warning signal has reached a process of the run; all of them must stop at the same step."""
+        """Tells whether any process got a warning signal. All processes get the same answer and stop at one step."""
         if self.accelerator.num_processes == 1:
             return received()
         return bool(self.accelerator.gather(torch.tensor([received()], device=self.accelerator.device)).any())
 
     def _append(self, file: Path, row: dict) -> None:
-        """Writes a row into the run directory: in the first process alone, and only while it holds the lock."""
+        """Appends a row to a file of the run, in the first process only. Raises RunError if the lock was lost."""
         if not self.accelerator.is_main_process:
             return
         if self.lock is not None and not self.lock.held():
@@ -175,9 +175,9 @@ class RunTrainer(OTBTrainer):
         self.directory.append(file, row)
 
     def _due(self, step: int, every: int) -> bool:
-        """Tells whether `step` is the first generation boundary at or past a multiple of `every`, or the final step.
+        """Tells whether `step` is the first generation boundary at or after a multiple of `every`, or the final step.
 
-        every: 0 for never. A boundary is where the next step needs new rollouts: nothing buffered would be lost.
+        every: 0 for never. At a boundary the next step needs new rollouts, so no buffered rollouts would be lost.
         """
         cycle = max(1, self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps)
         if not every or step % cycle:
@@ -185,7 +185,7 @@ class RunTrainer(OTBTrainer):
         return step == self.state.max_steps or step // every > (step - cycle) // every
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Writes the row of a step, under our names, and hands it to TRL's log with everything that TRL measured."""
+        """Writes a step's row under our names, and passes it to TRL's log with all that TRL measured."""
         if not self.model.training or "loss" not in logs:
             return super().log(logs, start_time)
         measured = {
@@ -204,7 +204,7 @@ class RunTrainer(OTBTrainer):
         measured |= {name: total for name, total in self._totals.items() if total}
         row = {"step": self.state.global_step}
         row |= {name: value for name in METRICS if (value := measured.get(name)) is not None}
-        logs.update(row)  # the same names reach every tracker of `report_to`, beside TRL's own
+        logs.update(row)  # every tracker of `report_to` gets our names besides TRL's
         trackers.advance(self.args.report_to, self.state.global_step)
         super().log(logs, start_time)
         self.seconds.clear()
@@ -214,10 +214,10 @@ class RunTrainer(OTBTrainer):
     # ---- evaluation
 
     def evaluate_held_out(self) -> dict:
-        """Measures avg@k and pass@k on the held-out sets, and keeps every sample; returns the row of the first set.
+        """Measures avg@k and pass@k on the held-out sets, keeps every sample, and returns the row of the first set.
 
-        It draws from a random state of its own: training goes on as if there had been no evaluation. The row is written
-        last, so that where it stands the samples are there.
+        It uses a separate random state, so an evaluation does not change training. The row is written last: where there
+        is a row, there are also samples.
         """
         tables, rows = [], []
         for held_out in self.held_out:
@@ -226,7 +226,7 @@ class RunTrainer(OTBTrainer):
             row = self._evaluation_row(samples, started)
             if self.args.report_to:
                 prefix = f"eval_{held_out.name}" if rows else "eval"
-                # past GRPOTrainer.log, which would write its table of training completions once more
+                # Not GRPOTrainer.log, which would write its table of training completions again.
                 named = {f"{prefix}_{name}": value for name, value in row.items() if name != "step"}
                 super(GRPOTrainer, self).log(named)
             rows.append(row if not rows else {"task": held_out.name} | row)
@@ -237,7 +237,7 @@ class RunTrainer(OTBTrainer):
         return rows[0]
 
     def _evaluation_row(self, samples: Samples, started: float) -> dict:
-        """Returns the measures of one set under the names of EVALUATION_METRICS; what was not measured is absent."""
+        """Returns the row of one set, with the names of EVALUATION_METRICS. Unmeasured values are absent."""
         scored, right = ~samples.rewards.isnan(), samples.rewards == 1
         row = {
             "step": self.state.global_step,
@@ -254,16 +254,17 @@ class RunTrainer(OTBTrainer):
         return {name: value for name, value in row.items() if value is not None}
 
     def _save_samples(self, table: pd.DataFrame) -> None:
-        """Keeps the samples of an evaluation, in the first process."""
+        """Writes the samples of an evaluation, in the first process."""
         if self.accelerator.is_main_process:
             write_parquet(table, self.directory.evaluation_samples(self.state.global_step))
 
     # ---- checkpoints
 
     def write_checkpoint(self) -> None:
-        """Writes a checkpoint aside and renames it when it is on disk; then removes those that need not stay.
+        """Writes a checkpoint to a temporary folder, renames it once it is complete, and then prunes older ones.
 
-        The last one stays, and the one with the best evaluation; the optimizer's state stays in the last only.
+        The last checkpoint and the one with the best evaluation remain; only the last keeps the optimizer's state.
+        Raises RunError if it cannot be written.
         """
         writing, step = self.directory.checkpoints / ".writing", self.state.global_step
         if self.accelerator.is_main_process:
@@ -279,7 +280,7 @@ class RunTrainer(OTBTrainer):
                 self.directory.publish_checkpoint(writing / f"checkpoint-{step}", step)
                 shutil.rmtree(writing)
                 self.directory.prune_checkpoints(RESUME_FILES)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save tells of a full disk by a RuntimeError
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError if the disk is full
             shutil.rmtree(writing, ignore_errors=True)
             raise unwritable(self.directory.checkpoints, error) from error
         finally:
@@ -287,10 +288,10 @@ class RunTrainer(OTBTrainer):
         self.accelerator.wait_for_everyone()
 
     def _save_whole_policy(self, folder: Path) -> None:
-        """Writes the policy as `model.name=FOLDER` reads it, beside the parts that only a resumed run reads.
+        """Writes the whole policy into a sharded checkpoint, so `model.name=FOLDER` can read it.
 
-        FSDP's own checkpoint of parts has neither configuration nor tokenizer, and no file of whole weights. These are
-        in the precision of the forward. Every process must call it: gathering is a collective.
+        FSDP's checkpoint consists of shards, without configuration, tokenizer and whole weights. The weights written
+        here have the precision of the forward. Every process must call it, because gathering is a collective operation.
         """
         weights = self.accelerator.get_state_dict(self.model)
         if not self.accelerator.is_main_process:
@@ -301,20 +302,20 @@ class RunTrainer(OTBTrainer):
         self._tokenizer.save_pretrained(folder)
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Writes no model card: the run directory says where a checkpoint comes from."""
+        """Writes no model card, because the run directory documents the checkpoint."""
 
 
 class RunCallback(TrainerCallback):
-    """Evaluates before the first step, and keeps W&B's count.
+    """Evaluates before the first step, and advances W&B's step count.
 
-    A callback, because trackers have to start before anything is timed.
+    It is a callback because trackers must start before anything is timed.
     """
 
     def __init__(self, trainer: RunTrainer):
         self.trainer = trainer
 
     def on_train_begin(self, *args, **kwargs) -> None:
-        # one answer for all processes, as an evaluation gathers: on another host the file may look older
+        # All processes need one answer, because an evaluation gathers; another host may see an older file.
         if not told_by_the_first(lambda: any(read_rows(self.trainer.directory.evaluations_file))):
             self.trainer.evaluate_held_out()
             self.trainer._step_started = time.perf_counter()
@@ -324,15 +325,15 @@ class RunCallback(TrainerCallback):
 
 
 def finite_mean(values: list[float]) -> float | None:
-    """Returns the mean of the finite values; None where nothing was measured."""
+    """Returns the mean of the finite values; None if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
-        return finite[0] if finite else None  # a count stays a whole number
+        return finite[0] if finite else None  # a single count stays an int
     return sum(finite) / len(finite)
 
 
 def peak_memory_bytes() -> int:
-    """Returns the most memory held so far: of the GPU where there is one, else of this process."""
+    """Returns the peak memory so far, in bytes: of the GPU if there is one, else of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,7 +1,7 @@
-"""The protocol of a method beside the baseline, and what a training step knows. Neither needs TRL.
+"""Defines `Method`, the protocol of everything besides the baseline, and `Step`, the batch it works on. Needs no TRL.
 
 A method changes the loss, the data or the optimizer. `OTBTrainer` keeps its methods in one ordered list and calls each
-hook for all of them in that order. Where a hook surrounds something, the first method is the innermost.
+hook on all of them in that order. For a hook that wraps a call, the first method is the innermost.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """A batch of rollouts from TRL's scoring to the loss. Each field is filled in as soon as it is known.
+    """Holds a batch of rollouts between TRL's scoring and the loss. Each field is set as soon as it is known.
 
-    output: what TRL hands to its loss. own: the own tokens of this process that count. log_probs (B, C): of the policy
-    that sampled; None where no pass was made. signals (B, T), factors (B, T or 1): of token weights. rollouts,
-    baseline, advantages (P, G, T or 1): of all processes.
+    This process's rollouts:
+        output: the batch that TRL hands to its loss.
+        own: the own tokens that count.
+        log_probs: (B, C), under the policy that sampled; None if no pass was made.
+        signals, factors: (B, T) and (B, T or 1), of token weights; None if not used.
+    The rollouts of all processes:
+        rollouts, baseline: the prompt groups, and what the baseline returned for them.
+        advantages: (P, G, T or 1).
     """
 
     output: dict
@@ -37,89 +42,95 @@ class Step:
 
 
 class Method:
-    """Something beside the baseline. Each hook is a moment of the step, in this order, and does nothing by default."""
+    """Changes the loss, the data or the optimizer at some moments of a step.
+
+    The hooks are listed in the order of a step. By default each of them changes nothing.
+    """
 
     trainer: Any  # the OTBTrainer, from `attach` on
 
     def attach(self, trainer: Any) -> None:
-        """Gets the trainer, whose model is loaded. Raises ValueError for what only the model shows."""
+        """Receives the trainer, whose model is loaded. Raises ValueError if the method cannot work with this model."""
         self.trainer = trainer
 
     # ---- new rollouts
 
     def while_sampling(self) -> AbstractContextManager:
-        """Surrounds sampling and scoring of a training batch."""
+        """Returns a context that surrounds sampling and scoring of a training batch."""
         return nullcontext()
 
     def around_generation(self, make: Callable, prompts: list) -> tuple:
-        """Samples the responses to prompts by `make(prompts)`, in evaluations as well; returns what TRL's does."""
+        """Samples the responses to prompts with `make(prompts)`, in evaluations too. Returns what `make` returns."""
         return make(prompts)
 
     def around_turn(self, make: Callable, prompt_ids: list[list[int]], *args, **kwargs) -> tuple:
-        """Samples one turn of every unfinished rollout by `make`. -> token ids, and log-probs or None."""
+        """Samples one turn of every unfinished rollout with `make`. -> token ids, and log-probs or None."""
         return make(prompt_ids, *args, **kwargs)
 
     def around_reply(self, make: Callable, messages: list[dict]) -> list[int]:
-        """Turns the replies to one rollout's tool calls into tokens by `make`."""
+        """Turns the replies to one rollout's tool calls into tokens with `make`."""
         return make(messages)
 
     def begin(self, output: dict) -> None:
-        """TRL has scored the batch; this is where rollouts are taken out of the loss."""
+        """Runs after TRL has scored the batch; a method can remove rollouts from the loss here."""
 
     def measured(self, step: Step) -> None:
-        """The baseline's inputs have been measured."""
+        """Runs after the baseline's inputs have been measured."""
 
     def weighed(self, step: Step) -> None:
-        """The advantages are known and may be replaced."""
+        """Runs after the advantages have been computed; a method can replace them here."""
 
     def finish(self, step: Step) -> None:
-        """The advantages are in the batch."""
+        """Runs after the advantages have been written into the batch."""
 
     def batches(self, batches: list[dict]) -> list[dict]:
-        """TRL has cut the batch into micro-batches; returns those to train on."""
+        """Runs after TRL has cut the batch into micro-batches; returns the micro-batches to train on."""
         return batches
 
     # ---- a micro-batch
 
     def before_micro_batch(self) -> None:
-        """Its forward and backward pass follow."""
+        """Runs before the forward and the backward of a micro-batch."""
 
     def allows_lean(self, batch: dict) -> bool:
-        """Tells whether the loss may leave out rollouts whose advantages are all 0."""
+        """Tells whether the loss may skip the backward of rollouts whose advantages are all 0."""
         return True
 
     def around_pass(self, make: Callable, model: Any, ids: Tensor, mask: Tensor, width: int, *args, **kwargs) -> tuple:
-        """Computes log-probs of the last `width` positions by one call of `make`, or by several."""
+        """Computes log-probs of the last `width` positions with one call of `make`, or several."""
         return make(model, ids, mask, width, *args, **kwargs)
 
     def around_loss(self, make: Callable, model: Any, inputs: dict) -> Tensor:
-        """Computes the loss of the micro-batch by `make(model, inputs)`."""
+        """Computes the loss of the micro-batch with `make(model, inputs)`."""
         return make(model, inputs)
 
     def after_micro_batch(self, loss: Tensor) -> None:
-        """Its gradient has been added. loss: detached, divided by the number of micro-batches."""
+        """Runs after the gradient of a micro-batch has been added. loss: detached, divided by their number."""
 
     # ---- the optimizer
 
     def gradient(self, norm: Any) -> Any:
-        """An optimizer step follows. norm: of its gradient. Returns it, or a value that is not finite to stop a run."""
+        """Runs before an optimizer step. norm: of its gradient.
+
+        Returns the norm, or a value that is not finite: RunTrainer stops on such a value.
+        """
         return norm
 
     def add_to(self, optimizer: Any, weight_decay: float) -> None:
-        """Adds the method's own parameters to a new optimizer."""
+        """Adds the method's parameters to a new optimizer."""
 
     def scheduler(self, optimizer: Any) -> Any:
-        """Returns a scheduler of the learning rate, or None to leave it to TRL."""
+        """Returns a scheduler for the learning rate, or None to use TRL's."""
         return None
 
     # ---- checkpoints
 
     def learners(self) -> dict[str, Any]:
-        """Returns what learns, the same in all processes: file in a checkpoint -> object with state_dict."""
+        """Returns objects whose state is the same in all processes: file in a checkpoint -> object with state_dict."""
         return {}
 
     def save(self, folder: str) -> None:
-        """A checkpoint is written; this is for state that differs between processes."""
+        """Saves state that differs between processes into a checkpoint."""
 
     def load(self, folder: str) -> None:
-        """Training resumes from a checkpoint. Raises ValueError where the method cannot."""
+        """Restores what `save` wrote. Raises ValueError if the method cannot resume from this checkpoint."""

@@ -1,8 +1,8 @@
-"""Holds the options of a multi-token-prediction head beside the policy, and refuses what they cannot work with.
+"""Holds the options of a multi-token-prediction head, and refuses options that it cannot work with.
 
-The head predicts the token after the next one (otb/methods/mtp.py). What its loss does to the policy is the mode; with
-`occ` it is weighted by how well the two move together (arXiv 2605.28184). OTBTrainer takes the options as `auxiliary`,
-otb/methods/auxiliary_head.py makes a loss of them. Importing this file imports no torch.
+The head predicts the token after the next one (otb/methods/mtp.py). The mode decides how its loss acts on the policy;
+with `occ` the loss is weighted by how well policy and head move together (arXiv 2605.28184). OTBTrainer takes the
+options as `auxiliary`, and otb/methods/auxiliary_head.py computes the loss. Importing this file imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from otb.refusals import Code, Options, Taken
 from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 
 MODES = ("detach", "ce", "policy", "occ", "occ_as_code")
-ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "mimo")  # model_type of what heads have been tested for
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "mimo")  # values of model_type that heads were tested with
 LOSS_TYPES = ("dr_grpo", "dapo", "grpo", "bnpo")  # which clip the ratio token by token
 ONE_LOSS = "changes tokens of the policy's loss, and not of its head's"
 WITH_POLICY_LOSS = (
@@ -28,26 +28,31 @@ PLAIN_MODULES = "beside an auxiliary head: it reads hidden states and the LM hea
 RULES = {
     "weight": Rule("above 0", is_positive, 0.1),
     "lambda_plus": Rule("above 0", is_positive, 1),
-    "eps": Rule("above 0: it is added to what lambda is divided by", is_positive, 1e-8),
+    "eps": Rule("above 0: it is added to lambda's denominator", is_positive, 1e-8),
     "limit": Rule("above 0, or null for none", is_positive, 1, optional=True),
     "warmup": Rule("a whole number of steps >= 0", lambda value: value >= 0, 20, whole=True),
 }
 
 
 class MultiTokenPrediction:
-    """What the head is trained by, and what of it reaches the policy.
+    """Holds the options of the head: its loss, and how this loss acts on the policy.
 
     mode:
-        "detach": the head learns by cross-entropy and reads the policy; nothing reaches the policy, the control.
-        "ce": `weight` times the cross-entropy reaches it. "policy": `weight` times the clipped policy loss of the head.
-        "occ": lambda times that, lambda = `lambda_plus` <d, d_head> / (||d_head||^2 + `eps`), where d are the changes
-        of the own tokens' log-probs since they were sampled, of the policy and of its head.
-        "occ_as_code": lambda as the authors' code has it, see otb.methods.mtp.mean_of_ratios.
-    limit: |lambda| is at most this; None for no limit, as in the paper.
-    ratio_to: what the head's probability is divided by in its policy loss: "main", the policy's when the tokens were
-        sampled, as in the paper, or "head", its own of that moment.
-    warmup: optimizer steps from the start of the run in which every mode is "detach": a fresh head knows nothing.
-    weights: "fresh", or "shipped" for those of the head that lies beside the model's weights (MiMo's).
+        "detach": the head learns by cross-entropy from the policy's states; no gradient reaches the policy. The
+            control.
+        "ce": `weight` times the cross-entropy trains both.
+        "policy": `weight` times the head's clipped policy loss trains both.
+        "occ": lambda times the head's clipped policy loss trains both. lambda = `lambda_plus` <d, d_head> /
+            (||d_head||^2 + `eps`); d and d_head are the changes of the own tokens' log-probs since they were sampled,
+            under the policy and under the head.
+        "occ_as_code": like "occ", with lambda computed as in the authors' code; see otb.methods.mtp.mean_of_ratios.
+    weight: factor of the head's loss in the modes "ce" and "policy".
+    limit: largest |lambda|; None for no limit, as in the paper.
+    ratio_to: denominator of the ratio in the head's policy loss. "main": the policy's probability when the token was
+        sampled, as in the paper. "head": the head's probability at that moment.
+    warmup: optimizer steps from the start of the run in which every mode acts as "detach", because a fresh head has
+        learnt nothing.
+    weights: "fresh", or "shipped" for a head that comes with the model's weights, as MiMo's does.
 
     Raises ValueError for values out of range.
     """
@@ -81,11 +86,11 @@ class MultiTokenPrediction:
 
     @property
     def reads_old_head(self) -> bool:
-        """Tells whether the head's log-probs at the moment of sampling are read."""
+        """Tells whether the head's log-probs from the moment of sampling are needed."""
         return self.mode == "occ" or (self.ratio_to == "head" and self.mode in ("policy", "occ_as_code"))
 
     def refuse(self, options: Options) -> None:
-        """Raises ValueError for options that a head cannot work with, or has not been tested with."""
+        """Raises ValueError for options that a head cannot work with, or was not tested with."""
         off, with_loss = ("auxiliary", None), ("auxiliary.mode", "ce")
         options.refuse_sharding("an auxiliary head reads whole weights", off)
         if options.improvement is not None:

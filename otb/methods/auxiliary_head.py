@@ -1,7 +1,8 @@
-"""Trains a multi-token-prediction head beside the policy: its log-probs, its loss, its gradients. OTBTrainer calls it.
+"""Trains a multi-token-prediction head with the policy: its log-probs, its loss and its gradients. OTBTrainer calls it.
 
-The head is no part of the policy's module: sampling, vLLM, checkpoints of the policy and its gradient norm do not know
-it. Its parameters are in the same optimizer, its gradients are averaged over the processes and clipped by themselves.
+The head is not part of the policy's module, so sampling, vLLM, the policy's checkpoints and its gradient norm are
+unaffected. Its parameters are in the same optimizer. Its gradients are averaged over the processes and clipped
+separately.
 """
 
 from __future__ import annotations
@@ -32,26 +33,22 @@ from otb.methods.mtp import (
 )
 from otb.policies.mimo import shipped_head
 
-STATE = "mtp_head.pt"  # the file in a checkpoint that holds the head's weights
-OLD = "old_head_log_probs"  # the key of a batch under which the head's log-probs at the moment of sampling stand
+STATE = "mtp_head.pt"  # file in a checkpoint: the head's weights
+OLD = "old_head_log_probs"  # key in a batch: the head's log-probs at the moment of sampling
 
 
 class AuxiliaryHead(Method, TrainerCallback):
-    """Holds the head of a trainer and makes its loss.
+    """Holds the head, computes its loss and updates it.
 
-    Args:
-        options: what the loss is.
-        trainer: an OTBTrainer whose model is there.
-        causal: the transformers model with the LM head beneath what wraps it.
-
-    Raises ValueError for an architecture that no head has been tested for, and where a shipped head is not there.
+    `attach` raises ValueError for options or an architecture that heads were not tested with, and for a model that
+    comes without the shipped head that was asked for.
     """
 
     def __init__(self, options: MultiTokenPrediction):
         self.options = options
-        self.pass_of: str | None = None  # "sampling" or "loss" while TRL's pass for it is to be seen
+        self.pass_of: str | None = None  # "sampling" or "loss" while the head reads TRL's passes for it
         self.seen: list[tuple[Tensor, Tensor]] = []  # log-probs (B, C) of the policy and of the head, per pass
-        self.sampled_at = 0  # optimizer steps done when the tokens of the batch were sampled
+        self.sampled_at = 0  # optimizer steps done when the batch was sampled
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
@@ -65,7 +62,7 @@ class AuxiliaryHead(Method, TrainerCallback):
             self.head.load_state_dict(shipped_head(causal.name_or_path, commit))
 
     def allows_lean(self, batch) -> bool:
-        return False  # its loss reads every rollout
+        return False  # the head's loss reads every rollout
 
     def while_sampling(self):
         return self.passes_of("sampling") if self.options.reads_old_head else nullcontext()
@@ -85,13 +82,13 @@ class AuxiliaryHead(Method, TrainerCallback):
             loss = make(model, inputs)
             of_head, metrics = self.loss(inputs, response_mask(inputs))
         self.trainer.record(metrics)
-        return loss + (of_head - of_head.detach())  # 0: what is logged as the loss stays the policy's
+        return loss + (of_head - of_head.detach())  # adds 0 and a gradient: the logged loss stays the policy's
 
-    # ---- what is seen of TRL's passes
+    # ---- the head reads TRL's passes
 
     @contextmanager
     def passes_of(self, what: str) -> Iterator[None]:
-        """Makes `reading` see passes of TRL inside, and forget what was seen before."""
+        """Makes the head read TRL's passes inside the block, and forgets earlier ones. what: "sampling" or "loss"."""
         self.pass_of, self.seen = what, []
         try:
             yield
@@ -99,12 +96,15 @@ class AuxiliaryHead(Method, TrainerCallback):
             self.pass_of = None
 
     def is_to_see(self, model: Any) -> bool:
-        """Tells whether a pass of `model` is one of the policy, and of those that the head takes part in."""
+        """Tells whether the head reads this pass: one of the policy inside `passes_of`, not of the reference model."""
         return self.pass_of == "loss" or (self.pass_of == "sampling" and model is self.trainer.model)
 
     @contextmanager
     def reading(self, ids: Tensor, attention_mask: Tensor, width: int) -> Iterator[list[Tensor]]:
-        """Collects the head's log-probs (b, width) of every forward inside, each of the rows that follow the last."""
+        """Collects the head's log-probs (b, width) of every forward inside the block.
+
+        ids, attention_mask: (B, L). The forwards take the rows in order, b rows each.
+        """
         collected: list[Tensor] = []
         detached = not self.options.acts(self.trainer.state.global_step)
 
@@ -115,7 +115,7 @@ class AuxiliaryHead(Method, TrainerCallback):
             collected.append(head_log_probs(self.head, self.causal, *part))
 
         backbone: Any = self.causal.base_model
-        if self.options.weights == "shipped":  # MiMo's was trained on what the final norm is given
+        if self.options.weights == "shipped":  # MiMo's head was trained on the input of the final norm
             hook = final_norm(backbone).register_forward_pre_hook(lambda _, inputs: read(inputs[0]))
         else:
             hook = backbone.register_forward_hook(lambda _, __, result: read(result.last_hidden_state))
@@ -125,7 +125,7 @@ class AuxiliaryHead(Method, TrainerCallback):
             hook.remove()
 
     def begin(self, output: dict) -> None:
-        """Puts the head's log-probs of the pass for old log-probs into the batch, where TRL made one."""
+        """Puts the head's old log-probs into the batch, if TRL made a pass for the policy's."""
         self.sampled_at = self.trainer.state.global_step
         for log_probs, of_head in self.seen:
             if log_probs is output.get("old_per_token_logps"):
@@ -135,7 +135,7 @@ class AuxiliaryHead(Method, TrainerCallback):
     # ---- the loss
 
     def loss(self, inputs: dict, own: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Returns the head's loss of the forward that was just seen, and metrics. own (B, C) bool: own tokens."""
+        """Returns the head's loss for the forward that it has just read, and metrics. own (B, C) bool: own tokens."""
         (log_probs, of_head), self.seen = self.seen[0], []
         log_probs, width = log_probs.detach(), own.size(1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
@@ -145,7 +145,7 @@ class AuxiliaryHead(Method, TrainerCallback):
         count = max(sums["tokens"], 1.0)
         metrics = {"mtp_cross_entropy": sums["cross_entropy"] / count}
         accumulated = self.trainer.current_gradient_accumulation_steps
-        processes = self.trainer.accelerator.num_processes  # whose gradients are averaged
+        processes = self.trainer.accelerator.num_processes  # their gradients are averaged, so the loss is multiplied
         cross_entropy = -(of_head * own).sum() * (processes / count / accumulated)
         if not self.options.acts(self.trainer.state.global_step):
             return cross_entropy, metrics
@@ -159,7 +159,7 @@ class AuxiliaryHead(Method, TrainerCallback):
         return weight * self._policy_loss(of_head, old, inputs, own), metrics
 
     def _sums(self, changes: Tensor, of_head: Tensor, old: Tensor, old_head: Tensor, own: Tensor) -> dict[str, float]:
-        """Returns what lambda and the cross-entropy are made of, summed over all processes. All tensors (B, C)."""
+        """Returns the sums over all processes that lambda and the cross-entropy need. All tensors are (B, C)."""
         parts = [
             torch.stack([own.sum().float(), -(of_head * own).sum()]),
             products(changes, of_head - old_head, own),
@@ -169,10 +169,10 @@ class AuxiliaryHead(Method, TrainerCallback):
         return dict(zip(("tokens", "cross_entropy", "c", "v2", "d2", "ratios", "positions"), summed, strict=True))
 
     def _lambda(self, sums: dict[str, float]) -> dict[str, float]:
-        """Returns lambda and what it is made of, by the names of METRICS."""
+        """Returns lambda and its ingredients under their names in METRICS."""
         options = self.options
         if self.trainer.state.global_step == self.sampled_at:
-            # Nothing has changed since the tokens were sampled; a forward's last digits must not be taken for a change.
+            # The weights have not changed since sampling, and a difference of rounding must not count as a change.
             return {"mtp_lambda": 0.0}
         measured = {}
         if options.mode == "occ":
@@ -185,7 +185,7 @@ class AuxiliaryHead(Method, TrainerCallback):
         return measured | {"mtp_lambda": value}
 
     def _policy_loss(self, of_head: Tensor, old: Tensor, inputs: dict, own: Tensor) -> Tensor:
-        """Returns the clipped policy loss of the head, with the policy's own advantages and TRL's normaliser."""
+        """Returns the head's clipped policy loss, with the policy's advantages and TRL's normaliser."""
         trainer, args = self.trainer, self.trainer.args
         advantages = per_position(inputs["advantages"])
         reference = inputs.get(OLD, of_head.detach()) if self.options.ratio_to == "head" else old
@@ -209,12 +209,12 @@ class AuxiliaryHead(Method, TrainerCallback):
             optimizer.add_param_group({"params": parameters, "weight_decay": weight_decay if decays else 0.0})
 
     def gradient(self, norm):
-        """Averages the head's gradients over the processes and clips them by themselves."""
+        """Averages the head's gradients over the processes and clips them separately from the policy's."""
         parameters = [parameter for parameter in self.head.parameters() if parameter.grad is not None]
         for parameter in parameters:
             parameter.grad = self.trainer.accelerator.reduce(parameter.grad, reduction="mean")
         of_head = float(torch.nn.utils.clip_grad_norm_(parameters, self.trainer.args.max_grad_norm or float("inf")))
-        return norm if math.isfinite(of_head) else of_head  # which a run refuses
+        return norm if math.isfinite(of_head) else of_head  # not finite: RunTrainer stops on it
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         self.head.zero_grad()

@@ -1,8 +1,8 @@
 """Estimates gradient noise from gradients at two batch sizes, micro-batch and step (McCandlish et al. 2018).
 
-The squared norm of a mean over B prompt groups is |mu|^2 + tr(Sigma) / B on average. Micro-batches give it at a small
-B, the step's gradient at a large one, and two equations have two unknowns (arXiv 1812.06162, appendix A.1). The trainer
-tells a `GradientNoise` what happens in a step.
+The expected squared norm of a mean gradient over B prompt groups is |mu|^2 + tr(Sigma) / B. Micro-batches measure it at
+a small B and the step's gradient at a large B, which gives two equations for two unknowns (arXiv 1812.06162, appendix
+A.1). OTBTrainer uses `GradientNoise` if `measure_gradient_noise` is set.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from otb.methods import Method, Step
 
-ROW = "row"  # the key under which `number_rows` leaves each row's place
+ROW = "row"  # key in a batch: each rollout's row before TRL shuffles them
 
 
 def noise_and_signal(micro_batch: float, step: float, groups_per_micro_batch: int, groups: int) -> tuple[float, float]:
-    """Returns (tr(Sigma), |mu|^2) of one prompt group's gradient.
+    """Returns (tr(Sigma), |mu|^2) of one prompt group's gradient: noise and signal.
 
-    Both are unbiased for independent groups, so that the signal may be negative.
+    Both estimates are unbiased for independent groups; the signal can therefore come out negative.
 
-    micro_batch: mean over micro-batches of the squared norm of their mean gradient, of `groups_per_micro_batch` groups
-    each. step: squared norm of the mean gradient of all `groups` of the step.
+    micro_batch: squared norm of a micro-batch's mean gradient over `groups_per_micro_batch` groups, averaged over the
+    micro-batches. step: squared norm of the mean gradient over all `groups` of the step.
     """
     small, large = groups_per_micro_batch, groups
     noise = (micro_batch - step) / (1 / small - 1 / large)
@@ -31,9 +31,10 @@ def noise_and_signal(micro_batch: float, step: float, groups_per_micro_batch: in
 
 
 def verl_noise(verl_power: float, gradient_norm: float, rollouts: int) -> float:
-    """Returns (total power - signal) / (n - 1) as verl logs it, n = rollouts: to be compared, not to be trusted.
+    """Returns (total power - signal) / (n - 1) as verl logs it, with n = rollouts. It serves only for comparison.
 
-    It subtracts the squared norm of a gradient over parameters from a power over logits, without a common normaliser.
+    It subtracts the squared norm of a gradient over parameters from a power over logits, and the two have no common
+    normaliser.
     """
     return (verl_power - gradient_norm**2) / max(1, rollouts - 1)
 
@@ -49,14 +50,14 @@ class GradientNoise(Method):
         """Numbers the rollouts before TRL shuffles them. Raises ValueError for rows with images."""
         if "pixel_values" in step.output:
             raise ValueError(
-                "measure_gradient_noise=True puts the rollouts of a prompt group together again, and the rows of "
+                "measure_gradient_noise=True puts the rollouts of a prompt group together again, but the rows of "
                 "pixel_values are patches, not rollouts. Use measure_gradient_noise=False."
             )
         ids = step.output["completion_ids"]
         step.output[ROW] = torch.arange(len(ids), device=ids.device)
 
     def batches(self, batches: list[dict]) -> list[dict]:
-        """Puts prompt groups together again: micro-batches which share a group are not independent."""
+        """Puts prompt groups together again, because micro-batches that share a group are not independent."""
         return whole_groups(batches, torch.cat([batch.pop(ROW) for batch in batches]))
 
     def before_micro_batch(self) -> None:
@@ -72,7 +73,7 @@ class GradientNoise(Method):
     def gradient(self, norm):
         trainer, metrics = self.trainer, self.trainer._metrics["train"]
         squares, self._squares = torch.stack(self._squares), []
-        count = len(squares)  # the loss of a micro-batch is divided by it: `squares` are of gradients / count
+        count = len(squares)  # TRL divides a micro-batch's loss by it, so `squares` are norms of gradients / count
         squares = trainer.accelerator.gather(squares)
         rollouts, group_size = trainer.args.per_device_train_batch_size, trainer.num_generations
         noise, signal = noise_and_signal(
@@ -89,10 +90,10 @@ class GradientNoise(Method):
 
 
 class BackwardNorms:
-    """Measures the squared gradient norm of backward passes, without a copy of any gradient.
+    """Measures the squared gradient norm of backward passes without copying a gradient.
 
-    A hook on a parameter sees what one backward adds to its `.grad`; under DDP, before the processes are averaged.
-    Between `take` and `start` nothing is added: exact norms go through the same hooks.
+    A hook on a parameter gets what one backward adds to its `.grad`; under DDP it runs before the average over the
+    processes. Between `take` and `start` nothing is counted, because the backwards of exact norms run the same hooks.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]):
@@ -106,7 +107,7 @@ class BackwardNorms:
             self._sum = self._sum + torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square()
 
     def start(self, device: torch.device) -> None:
-        """Counts from 0 what backward passes add from now on."""
+        """Starts to count at 0."""
         self._sum = torch.zeros((), device=device)
 
     def take(self) -> Tensor:
@@ -117,10 +118,10 @@ class BackwardNorms:
 
 
 def whole_groups(batches: list[dict], order: Tensor) -> list[dict]:
-    """Returns micro-batches of the same sizes with the rows back in their order: rows of a prompt group stand together.
+    """Returns micro-batches of the same sizes with the rows in their original order, so prompt groups are whole again.
 
-    order: each row's place, in the order in which the batches hold them. A value is a tensor or list with a row per
-    rollout, or a scalar or None, which all batches share.
+    order: each row's original position, in the order of the batches. The values of a batch are tensors or lists with
+    one row per rollout, or scalars or None, which all batches share.
     """
     sizes, places = [], order.argsort()
     for batch in batches:
@@ -141,5 +142,5 @@ def whole_groups(batches: list[dict], order: Tensor) -> list[dict]:
 
 
 def is_rows(value) -> bool:
-    """Tells whether a value of a batch has a row per rollout."""
+    """Tells whether a value of a batch has one row per rollout."""
     return isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)

@@ -1,9 +1,9 @@
-"""PIPO's weight of an improvement update (arXiv 2604.00860): was the last update followed by a better batch?
+"""Computes PIPO's weight of an improvement update (arXiv 2604.00860): was the last update followed by a better batch?
 
-The mean reward mu_t of every batch is compared with those of the `window` batches before it, xi_t = (mu_t - mu_his) /
-(sigma_his + eps). otb/methods/improvement_update.py updates the policy once more on the batch before, its advantages
-times phi_t, which is xi_t where it is positive and `negative_scale` xi_t where it is not. Imports no torch at the top.
-docs/neighbours/pipo.md holds the sources and what was chosen where they disagree.
+The mean reward mu_t of every batch is compared with the mean rewards of the `window` batches before it: xi_t = (mu_t -
+mu_his) / (sigma_his + eps). otb/methods/improvement_update.py then updates the policy once more on the previous batch
+with its advantages times phi_t = xi_t if xi_t >= 0, else `negative_scale` xi_t. Importing this file imports no torch.
+docs/neighbours/pipo.md lists the sources, and our choices where they disagree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RULES = {
 }
 
 UNTRIED = "has not been tried with improvement updates, which change the weights between the rollouts and their update"
-CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # of TRL's, those of the clipped ratio
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL's losses with a clipped ratio
 WORKS_WITH = (
     Taken("num_iterations", (1,), "makes several updates on a batch; the improvement update weighs one update"),
     Taken("loss_type", CLIPPED_LOSSES, "has no clipped ratio to hold the improvement update near the policy before"),
@@ -39,10 +39,10 @@ WORKS_WITH = (
 
 
 class Reading(NamedTuple):
-    """What a batch says of the update before it; None where that cannot be said yet.
+    """Holds what a batch says about the update before it; fields that are not known yet are None.
 
-    mu: mean reward of the batch. mu_his: mean of the window before it. xi: how many standard deviations lie between.
-    phi: what the advantages of the batch before are multiplied by, None for no update on it.
+    mu: mean reward of the batch. mu_his: mean over the window before it. xi: their difference in standard deviations.
+    phi: factor of the previous batch's advantages; None for no update on it.
     """
 
     mu: float | None = None
@@ -51,7 +51,7 @@ class Reading(NamedTuple):
     phi: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Returns what is known, by the names in otb.records.metric_names.METRICS."""
+        """Returns the known fields under their names in otb.records.metric_names.METRICS."""
         return {f"improvement_{name}": value for name, value in self._asdict().items() if value is not None}
 
 
@@ -59,18 +59,18 @@ class PolicyImprovement:
     """Turns the mean rewards of the batches so far into the weight of the next improvement update.
 
     Args:
-        mode: "pipo": phi_t follows xi_t. "constant": phi_t = `weight`, a control that replays the batch before whatever
-            came of it. "shuffled": phi_t follows one of the xi before xi_t, drawn with equal probability: a control
-            with the distribution of PIPO's weights, whose sign says nothing of the last update. Its first weight needs
-            an earlier xi, so that its updates begin one batch later.
-        window: K, batches before the current one with whose mean rewards it is compared. No update before there are K.
-        negative_scale: lambda, what a negative xi is multiplied by.
-        weight: phi of mode "constant". .43 is the mean of phi where nothing improves and rewards are normal.
-        eps: is added to sigma_his. A sigma_his below it counts as 1, as in the authors' code.
-        cap: xi is clipped to [-cap, cap]; None: not at all.
-        advantages: "native": those of the ordinary update. "scaled": G A_i / sum_j |A_j| of each group, as in the
-            paper.
-        seed: of the draws of "shuffled"; None: that of the trainer.
+        mode: "pipo": phi_t follows xi_t. "constant": phi_t = `weight`, a control that replays the previous batch
+            whatever its result. "shuffled": phi_t follows an earlier xi, drawn uniformly; a control whose weights have
+            PIPO's distribution, but whose sign says nothing about the last update. It needs an earlier xi, so its
+            updates begin one batch later.
+        window: K, the number of previous batches whose mean rewards form the comparison. Updates begin after K batches.
+        negative_scale: lambda, the factor of a negative xi.
+        weight: phi in mode "constant". The default, 0.43, is the mean of phi if nothing improves and mean rewards are
+            normal.
+        eps: added to sigma_his. A sigma_his below eps counts as 1, as in the authors' code.
+        cap: clips xi to [-cap, cap]; None for no clipping.
+        advantages: "native": as in the ordinary update. "scaled": G A_i / sum_j |A_j| in each group, as in the paper.
+        seed: of the draws of "shuffled"; None for the trainer's seed.
 
     Raises:
         ValueError: A value is out of range.
@@ -96,7 +96,7 @@ class PolicyImprovement:
         refuse_unknown("advantages", advantages, ("native", "scaled"))
 
     def refuse(self, options: Options) -> None:
-        """Raises ValueError for options beside which an improvement update could not be what it says."""
+        """Raises ValueError for options with which an improvement update would mean something else."""
         off, accumulation = ("improvement", None), options.gradient_accumulation_steps
         options.refuse_sharding("an improvement update has only been tried with whole ones", off)
         options.refuse_others(WORKS_WITH, off)
@@ -106,13 +106,13 @@ class PolicyImprovement:
 
     @property
     def steps_before(self) -> int:
-        """The steps that pass before the first improvement update can come: "shuffled" draws from an earlier xi."""
+        """The number of steps before the first improvement update; "shuffled" needs one more, for an earlier xi."""
         return self.window + (self.mode == "shuffled")
 
     def observe(self, mean_reward: float) -> Reading:
-        """Takes the mean reward of a new batch, over all processes of the run, and compares it with those before it.
+        """Compares the mean reward of a new batch, over all processes, with the window, and adds it to the window.
 
-        A batch without a scored rollout, whose mean is NaN, says nothing and leaves the window as it is.
+        A mean of NaN, from a batch without a scored rollout, gives an empty Reading and leaves the window unchanged.
         """
         if not math.isfinite(mean_reward):
             return Reading()
@@ -137,29 +137,28 @@ class PolicyImprovement:
             self._xis = [*earlier, xi]
             if not earlier:
                 return None
-            # By the count of draws, so that a resumed run draws what an uninterrupted one does.
+            # The seed depends on the number of draws, so a resumed run draws the same as an uninterrupted one.
             xi = random.Random(f"{self.seed} {len(earlier)}").choice(earlier)
         return xi if xi >= 0 else self.negative_scale * xi
 
     def state_dict(self) -> dict[str, list[float]]:
-        """Returns the mean rewards of the window, and the xi to draw from; the same on all processes."""
+        """Returns the mean rewards of the window and the earlier xi; they are the same in all processes."""
         return {"means": list(self._means), "xis": list(self._xis)}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Goes on from what `state_dict` returned."""
+        """Restores what `state_dict` returned."""
         self._means, self._xis = list(state["means"])[-self.window :], list(state["xis"])
 
 
 def group_scales(rewards: Tensor, advantages: Tensor, lengths: Tensor) -> Tensor:
-    """Returns G / sum_j |A_j| of each group, A_j the mean of rollout j's advantages; 0 where all of them are 0.
+    """Returns G / sum_j |A_j| of each group, with A_j the mean of rollout j's advantages; 0 if all of them are 0.
 
-    Advantages per token keep their shape: every token of a group is multiplied by the same number.
-
-    rewards, lengths (P, G); advantages (P, G, T), 0 past the last own token, or (P, G, 1) -> (P, 1).
+    rewards, lengths (P, G); advantages (P, G, T), 0 past the last own token, or (P, G, 1) -> (P, 1), one factor for all
+    tokens of a group.
     """
     per_token = advantages.shape[-1] > 1
     means = advantages.sum(-1) / lengths.clamp(min=1) if per_token else advantages.squeeze(-1)
     total = means.abs().sum(1, keepdim=True)
-    # Equal rewards leave rounding errors of a baseline, which must not be blown up to advantages of 1.
+    # With equal rewards a baseline leaves rounding errors, which must not be scaled up to advantages of 1.
     rounding = 1e-5 * rewards.nan_to_num().abs().sum(1, keepdim=True)
     return (rewards.shape[1] / total).masked_fill(total <= rounding, 0.0)

@@ -1,16 +1,16 @@
-"""ImprovingTrainer: a GRPOTrainer that can update the policy once more on the batch before, as PIPO does.
+"""Updates the policy once more on the previous batch, as PIPO does. OTBTrainer calls it if `improvement` is given.
 
-OTBTrainer is one; with `improvement=None` nothing here does anything. Of one step:
+A step has four parts:
 
-    rollouts of batch t                  their rewards, and log pi of the policy that sampled them, before any update
+    rollouts of batch t                  gives rewards, and log pi of the policy that sampled them, before any update
     improvement update on batch t - 1    if there is a weight phi (otb/methods/improvement.py): clipped ratio to the
-    policy that
-                                         sampled batch t - 1, its advantages times phi, the step's learning rate
-    ordinary update on batch t           with the log-probs from before the improvement update, if there was one
-    batch t is kept                      for the next step, and in the checkpoint
+                                         policy that sampled batch t - 1, its advantages times phi, the step's
+                                         learning rate
+    ordinary update on batch t           uses the log-probs from before the improvement update, if there was one
+    batch t is kept                      for the next step and for the checkpoint
 
-Where there is no weight, or nothing in batch t - 1 to learn from, the optimizer is left alone: a gradient of 0 would
-move the weights, too, by Adam's momentum.
+If there is no weight, or batch t - 1 has no advantage to learn from, the optimizer makes no step: even with a gradient
+of 0, Adam's momentum would move the weights.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from otb.loss_inputs import per_position, response_mask
 from otb.methods import Method, Step
 from otb.methods.improvement import PolicyImprovement, group_scales
 
-STATE = "improvement_{}.pt"  # the file in a checkpoint, one for each process: what it keeps of the batch is its own
-# What a batch carries for the next step beside what TRL hands to the loss; taken out before the ordinary update.
+STATE = "improvement_{}.pt"  # file in a checkpoint, one per process: each keeps its share of the batch
+# Keys in a batch: values for the next step's improvement update, removed before the ordinary update.
 LOG_PROBS, ADVANTAGES = "improvement_log_probs", "improvement_advantages"
 
 
 class ImprovementUpdate(Method):
-    """Updates the policy once more on the batch before."""
+    """Updates the policy once more on the previous batch, with the weight that `improvement` computes."""
 
     def __init__(self, improvement: PolicyImprovement):
         self.improvement = improvement
         self._mean_reward = float("nan")  # of the last generation, over all processes
-        self._kept: list[dict] | None = None  # micro-batches of the generation before, as the loss takes them
-        self._log_probs_of_update: list[Tensor] | None = None  # of each micro-batch, while there is such an update
+        self._kept: list[dict] | None = None  # micro-batches of the previous generation, as inputs of the loss
+        self._log_probs_of_update: list[Tensor] | None = None  # per micro-batch; None except during an update
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
@@ -55,7 +55,7 @@ class ImprovementUpdate(Method):
         return False
 
     def finish(self, step: Step) -> None:
-        """Puts into the batch what its improvement update, one step later, will need."""
+        """Puts into the batch what its improvement update will need one step later."""
         output, rollouts, advantages = step.output, step.rollouts, step.advantages
         known = output.get("old_per_token_logps", step.log_probs)
         log_probs = self.trainer.passes.extra(step)[0] if known is None else known
@@ -69,7 +69,7 @@ class ImprovementUpdate(Method):
         output[LOG_PROBS], output[ADVANTAGES] = log_probs, kept
 
     def batches(self, batches: list[dict]) -> list[dict]:
-        """Updates the policy on the batch before, if that can be, and keeps the new one."""
+        """Updates the policy on the previous batch, if there is a weight and a signal, and keeps the new batch."""
         started = time.perf_counter()
         reading = self.improvement.observe(self._mean_reward)
         metrics = reading.metrics()
@@ -80,24 +80,24 @@ class ImprovementUpdate(Method):
         for batch in batches:
             log_probs, advantages = batch.pop(LOG_PROBS), batch.pop(ADVANTAGES)
             self._kept.append(batch | {"old_per_token_logps": log_probs, "advantages": advantages})
-            if updates:  # else the ratio is exactly 1 without, as in a run that makes no improvement updates
+            if updates:  # otherwise the ratio is exactly 1 without them, as in a run without improvement updates
                 batch["old_per_token_logps"] = log_probs
         self.trainer.record(metrics)
         self.trainer.seconds["improvement"] = time.perf_counter() - started
         return batches
 
     def _has_signal(self, batches: list[dict]) -> bool:
-        """Tells whether a process has an advantage that is not 0."""
+        """Tells whether any process has an advantage other than 0."""
         found = torch.stack(
             [(per_position(batch["advantages"]) * response_mask(batch)).any() for batch in batches]
         ).any()
         return bool(self.trainer.accelerator.gather(found.reshape(1)).any())
 
     def _update_on(self, batches: list[dict], phi: float) -> dict[str, float]:
-        """Makes one optimizer step on the kept micro-batches, their advantages times phi, and returns its metrics.
+        """Makes one optimizer step on the kept micro-batches with advantages times phi, and returns its metrics.
 
-        The learning-rate schedule does not move, and neither does the count of steps: both belong to the ordinary
-        update. So do KL term, entropy bonus and the loss of a router, which this step is without.
+        Only the ordinary update advances the learning-rate schedule and the count of steps, and only its loss has the
+        KL term, the entropy bonus and the router's loss. Raises RunError if the gradient norm is not finite.
         """
         model = self.trainer.model_wrapped
         with self._by_itself(len(batches)) as (metrics, log_probs), self.trainer.accelerator.no_sync(model):
@@ -118,9 +118,8 @@ class ImprovementUpdate(Method):
                 "the step before; it must be finite, and training stops before the weights change. Try a smaller "
                 "learning_rate, or improvement.cap=3."
             )
-        wrapped: Any = (
-            self.trainer.optimizer
-        )  # by accelerate, which would step only after the ordinary update's last backward
+        # accelerate's wrapper would step only after the ordinary update's last backward, so the inner one steps.
+        wrapped: Any = self.trainer.optimizer
         getattr(wrapped, "optimizer", wrapped).step()
         model.zero_grad()
         clipped = metrics.get("clip_ratio/region_mean")
@@ -129,7 +128,7 @@ class ImprovementUpdate(Method):
 
     @contextmanager
     def _by_itself(self, micro_batches: int) -> Iterator[tuple[dict[str, list], list[Tensor]]]:
-        """Keeps the metrics of the losses inside apart from those of the step, and leaves all but the policy loss out.
+        """Restricts losses inside the block to the policy loss, and collects their metrics separately from the step's.
 
         -> these metrics, and log pi (b, C) of every micro-batch.
         """
@@ -154,7 +153,7 @@ class ImprovementUpdate(Method):
         return result
 
     def _mean_ratio(self, batches: list[dict], log_probs: list[Tensor]) -> float:
-        """Returns the mean over own tokens of all processes of the ratio to the policy that sampled the batch."""
+        """Returns the mean ratio to the policy that sampled the batch, over the own tokens of all processes."""
         ratios = [
             (new - batch["old_per_token_logps"]).exp()[response_mask(batch)].double()
             for batch, new in zip(batches, log_probs, strict=True)
@@ -165,10 +164,10 @@ class ImprovementUpdate(Method):
         )
         return float(total / count.clamp(min=1))
 
-    # ---- window and kept batch, in every checkpoint
+    # ---- checkpoints hold the window and the kept batch
 
     def save(self, folder) -> None:
-        os.makedirs(folder, exist_ok=True)  # another process than the first may be here before it
+        os.makedirs(folder, exist_ok=True)  # the first process may not have created it yet
         state = {"window": self.improvement.state_dict(), "batches": self._kept}
         state["processes"] = self.trainer.accelerator.num_processes
         torch.save(state, os.path.join(folder, STATE.format(self.trainer.accelerator.process_index)))
@@ -178,15 +177,14 @@ class ImprovementUpdate(Method):
         file = os.path.join(checkpoint, name)
         if not os.path.exists(file):
             raise ValueError(
-                f"{checkpoint} has no {name}, and an improvement update goes on from the batch of the step before. "
+                f"{checkpoint} has no {name}, but an improvement update needs the batch of the step before. "
                 "Resume from a checkpoint of a run with improvement= on as many processes, or start anew."
             )
-        state = torch.load(file, map_location="cpu", weights_only=True)  # it knows no "cpu:0", a process's device
+        state = torch.load(file, map_location="cpu", weights_only=True)  # it rejects "cpu:0", accelerate's device
         if state["processes"] != processes:
             raise ValueError(
-                f"{checkpoint} was written by {state['processes']} processes, each with its share of the batch that "
-                f"the next improvement update is made of, and this run has {processes}. Resume with as many, or start "
-                "anew."
+                f"{checkpoint} was written by {state['processes']} processes, each with its share of the batch for the "
+                f"next improvement update, and this run has {processes}. Resume with as many, or start anew."
             )
         self.improvement.load_state_dict(state["window"])
         self._kept = send_to_device(state["batches"], self.trainer.accelerator.device)

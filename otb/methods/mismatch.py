@@ -1,7 +1,8 @@
-"""Measures how far the policy that trains is from the sampler: statistics of r = log pi_trained - log pi_sampled.
+"""Measures how far the trained policy is from the sampler, with statistics of r = log pi_trained - log pi_sampled.
 
-Sampler and trainer hold the same weights, but compute in other kernels or another precision. The definitions are those
-of `rollout_corr_helper.py` of verl. OTBTrainer calls it wherever the sampler's log-probs are known.
+Sampler and trainer hold the same weights but compute with different kernels or in a different precision. The
+definitions follow verl's `rollout_corr_helper.py`. OTBTrainer calls it; it measures if the sampler's log-probs are
+known.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from otb.loss_inputs import response_mask
 from otb.methods import Method, Step
 from otb.rollouts import OwnTokens
 
-LARGEST = 20.0  # |log ratio|, verl's bound: beyond it an exponential says no more than "far"
+LARGEST = 20.0  # largest |log ratio|, verl's bound: the exponential of a larger one would dominate every mean
 
 
 def mismatch_metrics(log_ratio: Tensor, own: Tensor) -> dict[str, float]:
     """Returns the mismatch of a batch of rollouts under its names in `otb.records.metric_names.METRICS`.
 
-    log_ratio: (B, T) log pi of the policy that trains minus the sampler's; NaN where the sampler gave no log-prob.
-    own: (B, T) bool, True = own token that counts. Tokens of other rollouts are left out, and rollouts without a token.
-    -> nothing where no token is left.
+    log_ratio: (B, T), log pi of the trained policy minus the sampler's; NaN where the sampler gave no log-prob.
+    own: (B, T) bool, True = own token that counts. NaN tokens and rollouts without a counted token are left out.
+    -> empty if no token remains.
 
-    log_ppl_abs_diff_*: |mean_t r_t| of each rollout, mean and largest. mismatch_kl = mean(-r), an estimate of
-    KL(sampler, trained); mismatch_k3 = mean(exp(r) - r - 1), the same and never negative. mismatch_chi2_token =
-    mean(exp(2 r)) - 1, mismatch_chi2_seq = mean over rollouts of exp(2 sum_t r_t) - 1.
+    log_ppl_abs_diff_*: |mean_t r_t| of each rollout, its mean and its maximum over rollouts.
+    mismatch_kl: mean(-r), an estimate of KL(sampler || trained).
+    mismatch_k3: mean(exp(r) - r - 1), another estimate of it, never negative.
+    mismatch_chi2_token: mean(exp(2 r)) - 1.
+    mismatch_chi2_seq: mean over rollouts of exp(2 sum_t r_t) - 1.
     """
     counts = own & ~log_ratio.isnan()
     r = log_ratio.double().masked_fill(~counts, 0.0)
@@ -50,19 +53,18 @@ def mismatch_metrics(log_ratio: Tensor, own: Tensor) -> dict[str, float]:
 
 
 class SamplerMismatch(Method):
-    """Drops rollouts that left `geometric_ratio_band`, and logs the mismatch wherever the sampler's log-probs are
-    known.
+    """Drops rollouts outside `geometric_ratio_band`, and logs the mismatch if the sampler's log-probs are known.
 
-    Nothing is logged where the forward that it may take would not see a prompt's images.
+    It logs nothing if it would need an extra pass and the prompts have images, which this pass would not see.
     """
 
     def begin(self, output: dict) -> None:
-        self._sampled = OwnTokens(response_mask(output))  # those of the rollouts that are dropped, too
+        self._sampled = OwnTokens(response_mask(output))  # including the rollouts that the band drops
         if (band := getattr(self.trainer.args, "geometric_ratio_band", None)) is None:
             return
         accelerator, outside = self.trainer.accelerator, outside_band(output, *band)
         output["completion_mask"] = output["completion_mask"] * ~outside.unsqueeze(1)
-        # What dapo, cispo and vespo divide by. TRL does not count the truncated rollouts that it masks, either.
+        # dapo, cispo and vespo divide by it. TRL does not count truncated rollouts that it masks, either.
         output["num_items_in_batch"] = accelerator.gather(response_mask(output).sum()).sum()
         self.trainer.record({"dropped_by_mismatch": accelerator.gather(outside.float()).mean().item()})
 
@@ -81,10 +83,10 @@ class SamplerMismatch(Method):
 
 
 def outside_band(output: dict, low: float, high: float) -> Tensor:
-    """Tells of which rollouts the geometric mean of trained / sampled probability is outside [low, high]. -> (B,) bool.
+    """Tells which rollouts have a geometric mean of trained / sampled probability outside [low, high]. -> (B,) bool.
 
-    output: what TRL hands from scoring to the loss, with the log-probs of the policy and of the sampler. A token that
-    the sampler gave no log-prob (NaN) counts as equal.
+    output: TRL's batch with the log-probs of the policy and of the sampler. A token without a sampler's log-prob (NaN)
+    counts with ratio 1.
     """
     own = response_mask(output)
     difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).nan_to_num(0.0) * own

@@ -1,9 +1,9 @@
-"""Samples with a copy of the policy in another precision: numbers that differ from the trainer's, without vLLM.
+"""Samples with a copy of the policy in another precision, which gives a sampler mismatch without vLLM.
 
-A float32 policy on transformers' generate has no mismatch between sampler and trainer, so nothing that treats one can
-be tried on a CPU. `OTBConfig(sampler_dtype="bfloat16")` puts a `SamplerCopy` in the place of TRL's `VLLMGeneration`: it
-has the three names that the trainers use of one, so that importance ratios, their clipping and every metric of them
-are TRL's own, as with vLLM.
+A float32 policy that samples with transformers' generate has no mismatch, so corrections for a mismatch could not be
+tested on a CPU. `OTBConfig(sampler_dtype="bfloat16")` replaces TRL's `VLLMGeneration` with a `SamplerCopy`. It has the
+three names that TRL and the tool loop use, so TRL computes importance ratios, their clipping and their metrics as with
+vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from otb.methods import Method
 
 
 class CopySampling(Method):
-    """Puts a SamplerCopy where TRL keeps vLLM: from there on TRL weighs what differs as it does for vLLM."""
+    """Replaces TRL's vLLM engine with a SamplerCopy; TRL then corrects for the mismatch as it does for vLLM."""
 
     def __init__(self, dtype: str):
         self.dtype = dtype
@@ -34,7 +34,7 @@ class CopySampling(Method):
             trainer.eos_token_ids,
             getattr(trainer.args, "rows_per_generation", None),
         )
-        trainer.use_vllm, trainer.vllm_mode = True, "server"  # a server's context is the model's
+        trainer.use_vllm, trainer.vllm_mode = True, "server"  # in this mode TRL reads the context length from the model
         trainer._last_loaded_step = -1
 
 
@@ -42,12 +42,12 @@ class SamplerCopy:
     """Samples with a copy of `policy` whose parameters have another precision.
 
     Args:
-        policy: The model that is trained, whole on this process; LoRA's adapters are part of it.
-        causal: The transformers model with the LM head within it, whose `forward` TRL has replaced.
+        policy: The trained model, whole on this process, including LoRA's adapters.
+        causal: The transformers model with the LM head inside `policy`; TRL has replaced its `forward`.
         dtype: Precision of the copy.
-        generation_config: How to sample: the softmax at its temperature, and nothing beside it.
+        generation_config: How to sample: from the softmax at its temperature, without any other processing.
         end_tokens: Tokens that end a response.
-        rows: Responses sampled at a time; None: all of them.
+        rows: Responses sampled at once; None: all of them.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SamplerCopy:
         end_tokens: list[int],
         rows: int | None,
     ):
-        # TRL's fused forward holds the forward of the model that it was made for: a copy of it would run that one.
+        # TRL's fused forward is bound to the original model: a copied one would run the original, not the copy.
         forward = causal.__dict__.pop("forward", None)
         self.policy = policy
         self.copy: Any = copy.deepcopy(policy)  # torch's stubs do not know generate
@@ -72,7 +72,7 @@ class SamplerCopy:
         self.max_completion_length = generation_config.max_new_tokens
 
     def sync_weights(self) -> None:
-        """Takes over the weights of the policy that is trained, rounded."""
+        """Copies the trained policy's weights, rounded to the copy's precision."""
         with torch.no_grad():
             for mine, trained in zip(self.copy.parameters(), self.policy.parameters(), strict=True):
                 mine.copy_(trained)
@@ -80,11 +80,11 @@ class SamplerCopy:
     def generate(self, prompts: list[list[int]], images=None, **_) -> tuple[None, list, list, None]:
         """Samples a response to each row of prompt ids.
 
-        -> (None, response ids, their log-probs as [row][token][0], None), the places that VLLMGeneration returns them
-        in. Raises ValueError for prompts with images.
+        -> (None, response ids, their log-probs as [row][token][0], None), as VLLMGeneration returns them. Raises
+        ValueError for prompts with images.
         """
         if images is not None:
-            raise ValueError("The prompts have images, and sampler_dtype samples from token ids alone. Use None.")
+            raise ValueError("The prompts have images, but sampler_dtype= samples only from token ids. Use None.")
         ids, log_probs = [], []
         for first in range(0, len(prompts), self.rows or len(prompts)):
             chunk = prompts[first : first + (self.rows or len(prompts))]
@@ -95,7 +95,7 @@ class SamplerCopy:
         return None, ids, log_probs, None
 
     def _sampled(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Returns ids and log-probs (B, C) of responses; after the end of one stands anything."""
+        """Returns ids and log-probs (B, C) of responses. Positions after a response's end are undefined."""
         device, width = next(self.copy.parameters()).device, max(map(len, prompts))
         ids = torch.full((len(prompts), width), self.generation_config.pad_token_id)
         mask = torch.zeros_like(ids)
@@ -115,21 +115,21 @@ class SamplerCopy:
         return responses.cpu(), kept.of(responses).cpu()
 
     def _length(self, response: Tensor) -> int:
-        """Returns how many tokens of a row are its response, the one that ends it included."""
+        """Returns the number of tokens of a response (C,), including its end token."""
         ends = torch.isin(response, torch.tensor(self.end_tokens)).nonzero()
         return int(ends[0]) + 1 if len(ends) else len(response)
 
 
 class SampledLogProbs(LogitsProcessor):
-    """Keeps the log-probability of every token that generate draws, and changes nothing.
+    """Records the log-probability of every token that generate draws. It does not change the logits.
 
-    generate asks it before each token, with the tokens so far; keeping all logits would need (B, T, V) numbers.
+    generate calls it before each token with the tokens so far. Keeping all logits would take (B, T, V) numbers.
     """
 
     def __init__(self, temperature: float):
         self.temperature = temperature
         self._columns: list[Tensor] = []  # (B, 1) each
-        self._latest: Tensor | None = None  # (B, V), of the token that is drawn next
+        self._latest: Tensor | None = None  # (B, V), for the next token
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._take(input_ids[:, -1:])

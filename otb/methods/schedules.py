@@ -1,8 +1,8 @@
 """Lowers the learning rate when responses grow long: length-triggered decay (arXiv 2602.01826).
 
-`OTBTrainer(lr_schedule=...)` hands one to torch's LambdaLR, which keeps the state of a callable object in its own, so
-that it is in every checkpoint. `schedule=` of a run builds it (conf/schedule). Imports no torch.
-docs/neighbours/length_triggered.md holds the sources, and where they disagree.
+`OTBTrainer(lr_schedule=...)` gives the schedule to torch's LambdaLR. LambdaLR saves the attributes of a callable object
+in its own state, so every checkpoint holds them. A run builds the schedule from `schedule=` (conf/schedule). Importing
+this file imports no torch. docs/neighbours/length_triggered.md lists the sources, and our choices where they disagree.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ RULES = {
     "ratio": Rule("a number > 1", lambda value: 1 < value < math.inf, 3),
     "baseline_steps": Rule("a whole number >= 1", lambda value: value >= 1, 50, whole=True),
     "period_factor": Rule("a positive number", is_positive, 1.8),
-    "factor": Rule("a number between 0 and 1, without them", lambda value: 0 < value < 1, 0.5),
+    "factor": Rule("a number between 0 and 1, exclusive", lambda value: 0 < value < 1, 0.5),
     "floor": Rule("a number from 0 to 1", lambda value: 0 <= value <= 1, 0.1),
     "fixed_period": Rule("a whole number >= 1, or null", lambda value: value >= 1, 100, whole=True, optional=True),
 }
 
-LEAVE_THE_RATE: dict[str, tuple] = {  # options that move the learning rate -> values that do not
+LEAVE_THE_RATE: dict[str, tuple] = {  # options that change the learning rate -> values that do not
     "lr_scheduler_type": ("constant",),
     "lr_scheduler_kwargs": (None, {}),
     "warmup_steps": (0,),
@@ -36,24 +36,27 @@ LEAVE_THE_RATE: dict[str, tuple] = {  # options that move the learning rate -> v
 class LengthTriggeredDecay:
     """Multiplies the learning rate by `factor` every P steps once responses have become much longer.
 
-    factor(step) = w * max(floor, factor ^ floor(max(0, step - t0) / P)), P = period_factor * surge_step
+    At each step the factor is
 
-    Long before a run collapses by the mismatch between sampler and trainer, its responses grow longer (arXiv
-    2602.01826), and smaller updates hold the mismatch down. A step here is the number of optimizer steps done before,
-    as LambdaLR counts; the row of metrics.jsonl that it ends with has the next number.
+        w * max(floor, factor ^ floor(max(0, step - t0) / P)), P = period_factor * surge_step
+
+    with w the warm-up and t0 the step from which periods count. Long before a run collapses from the mismatch between
+    sampler and trainer, its responses grow longer; smaller updates keep the mismatch down (arXiv 2602.01826). `step` is
+    the number of finished optimizer steps, as LambdaLR counts; this step's row in metrics.jsonl has number step + 1.
 
     Args:
-        warmup: Steps over which w rises to 1, in equal parts.
-        ratio: The surge is the first step whose mean response length is above `ratio` times that of the beginning.
-        baseline_steps: Batches of rollouts from which the length of the beginning is the mean; none of them fires.
-        period_factor: P over the step of the surge.
-        factor: What a decay multiplies the learning rate by.
-        floor: The least share of the learning rate that is left.
-        anchor: "start" counts the periods from the end of the warm-up, "surge" from the surge.
-        fixed_period: P where an earlier run has shown it; with anchor "start" no surge is waited for. None: by the
-            surge.
+        warmup: Steps over which w rises linearly to 1.
+        ratio: The surge is the first batch whose mean response length exceeds `ratio` times the initial length.
+        baseline_steps: Number of batches at the start; their mean response length is the initial length. None of them
+            can be the surge.
+        period_factor: Ratio of P to the step of the surge.
+        factor: Each decay multiplies the learning rate by it.
+        floor: The smallest share of the learning rate that remains.
+        anchor: t0 is the end of the warm-up ("start") or the surge ("surge").
+        fixed_period: P, if an earlier run has shown it; with anchor "start" the decay then needs no surge. None: the
+            surge determines P.
 
-    The options are part of the state: a resumed run keeps those that it began with.
+    The options are part of the state: a resumed run keeps the options that it began with.
 
     Raises:
         ValueError: A value is out of range.
@@ -73,14 +76,14 @@ class LengthTriggeredDecay:
         self.warmup, self.ratio, self.baseline_steps = warmup, ratio, baseline_steps
         self.period_factor, self.factor, self.floor = period_factor, factor, floor
         self.anchor, self.fixed_period = anchor, fixed_period
-        self.lengths: list[float] = []  # of the first batches
-        self.baseline: float | None = None  # their mean, in tokens
+        self.lengths: list[float] = []  # mean response lengths of the first batches
+        self.baseline: float | None = None  # the initial length: their mean, in own tokens
         self.surge_step: int | None = None
         refuse_out_of_range(vars(self), RULES)
         refuse_unknown("anchor", anchor, ("start", "surge"))
 
     def refuse(self, options: Options) -> None:
-        """Raises ValueError where something else would move the learning rate, too."""
+        """Raises ValueError if something else would also change the learning rate."""
         own = options.key("lr_schedule")
         rule, off = f"and {own} would both set the learning rate; {own}.warmup is its own", ("lr_schedule", None)
         if options.optimizers is not None and options.optimizers[1] is not None:
@@ -89,9 +92,9 @@ class LengthTriggeredDecay:
         options.refuse_others((Taken(option, values, rule) for option, values in LEAVE_THE_RATE.items()), off)
 
     def observe(self, step: int, mean_length: float) -> None:
-        """Takes the mean length of the responses of a batch, in own tokens, over all processes of the run.
+        """Takes the mean response length of a batch, in own tokens, over all processes.
 
-        step: optimizer steps done before the batch was sampled.
+        step: the number of optimizer steps finished before the batch was sampled.
         """
         if self.baseline is None:
             self.lengths.append(mean_length)
@@ -101,7 +104,7 @@ class LengthTriggeredDecay:
             self.surge_step = step
 
     def __call__(self, step: int) -> float:
-        """Returns what the learning rate of a step is multiplied by."""
+        """Returns the factor of the learning rate at a step."""
         warm = min(1.0, (step + 1) / self.warmup) if step < self.warmup else 1.0
         begun = self.warmup if self.anchor == "start" else self.surge_step
         if (period := self.period) is None or begun is None:
@@ -110,25 +113,25 @@ class LengthTriggeredDecay:
 
     @property
     def period(self) -> int | None:
-        """Steps between two decays; None as long as nothing has surged."""
+        """The number of steps between two decays; None before the surge, unless `fixed_period` is set."""
         if self.fixed_period is not None or self.surge_step is None:
             return self.fixed_period
         return max(1, int(self.period_factor * self.surge_step))
 
     def out_of_reach(self, longest: int) -> bool:
-        """Tells whether no batch can fire, as far as is known: responses have at most `longest` own tokens."""
+        """Tells whether the awaited surge can never come, because responses have at most `longest` own tokens."""
         waits = self.fixed_period is None or self.anchor == "surge"
-        known = self.baseline if self.baseline is not None else 1.0  # a response has one token at least
+        known = self.baseline if self.baseline is not None else 1.0  # a response has at least one token
         return waits and self.surge_step is None and known * self.ratio >= longest
 
     def metrics(self) -> dict[str, float]:
-        """Returns what a step logs of it: length of the beginning and step of the surge, once there are such."""
+        """Returns the initial length and the step of the surge as metrics, each once it is known."""
         found = {"length_baseline": self.baseline, "length_surge_step": self.surge_step}
         return {name: value for name, value in found.items() if value is not None}
 
 
 class FollowedLengths(Method):
-    """Tells a schedule how long responses are."""
+    """Tells a schedule the mean response length of each batch, and warns if no surge can be seen."""
 
     def __init__(self, schedule: LengthTriggeredDecay):
         self.schedule = schedule
@@ -136,7 +139,7 @@ class FollowedLengths(Method):
     def scheduler(self, optimizer):
         from torch.optim.lr_scheduler import LambdaLR
 
-        return LambdaLR(optimizer, self.schedule)  # it keeps the schedule's attributes in its state, so checkpoints do
+        return LambdaLR(optimizer, self.schedule)
 
     def finish(self, step: Step) -> None:
         schedule, trainer = self.schedule, self.trainer

@@ -1,10 +1,10 @@
-"""Token weights: the advantage of own token t is multiplied by a factor f_t whose mean over a rollout is 1.
+"""Multiplies the advantage of own token t by a factor f_t whose mean over a rollout is 1: token weights.
 
-A signal per token says which tokens are to carry the gradient: f_t = T w_t and w_t = (signal_t + eps)^p / sum_k
-(signal_k + eps)^p. With `arca` (arXiv 2606.00257) the signal is how far LoRA has moved the hidden state that predicts
-the token. `Passes` measures the signal and multiplies the score norms by f_t^2, `WeightedAdvantages` multiplies the
-advantages by f_t after the baseline is subtracted: the gradient is made of f_t A_t s_t. Importing this file imports no
-torch.
+A signal per token decides which tokens carry the gradient: f_t = T w_t and w_t = (signal_t + eps)^p / sum_k (signal_k +
+eps)^p. With `arca` (arXiv 2606.00257) the signal is the distance by which LoRA has moved the hidden state that predicts
+the token. `Passes` measures the signal and multiplies the score norms by f_t^2. `WeightedAdvantages` multiplies the
+advantages by f_t after the baseline is subtracted, so the gradient is the sum of f_t A_t s_t. Importing this file
+imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from otb.values import Rule, is_positive, refuse_out_of_range, refuse_unknown
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What the trainer measures of each position for a signal; "" = nothing.
+# signal -> the quantity that the trainer measures at each position for it; "" = none.
 MEASURES = {
     "uniform": "",
     "surprisal": "log_probs",
@@ -27,37 +27,42 @@ MEASURES = {
     "divergence": "log_ratios",
     "arca": "residuals",
 }
-STATE = "token_weights.pt"  # the file in a checkpoint that holds the running mean
+STATE = "token_weights.pt"  # file in a checkpoint: the running mean
 RULES = {
     "power": Rule("above 0; larger ones sharpen the weights", is_positive, 1),
     "eps": Rule("a number >= 0, which is added to the signal", lambda value: 0 <= value < math.inf, 1e-8),
     "decay": Rule("in [0, 1]: the share of the earlier sums kept", lambda value: 0 <= value <= 1, 0.9),
 }
 OF_THE_BASE = frozenset({"log_ratios", "residuals"})  # measured against the same model with its adapter disabled
-# Starts of LoRA, or what their names begin with, that subtract the adapter's first product from the base.
+# Prefixes of LoRA initialisations that subtract the adapter's initial product from the base.
 INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class TokenWeights:
-    """Turns a signal per own token into the factors of the advantages, and carries the running mean where one is used.
+    """Turns a signal per own token into factors of the advantages, and keeps the running mean if one is used.
 
     signal:
-        "arca": ||h_t - h_t^base||_2, with h_t the last hidden state that predicts token t, base = LoRA's adapter
-        disabled. "divergence": |log pi_t - log pi_t^base|. "surprisal": -log pi_t. "entropy_reduction": max(0, H_t -
-        H_{t+1}), with H_{t+1} that of the next own token, 0 at the last. "uniform": nothing, f_t = 1, the control.
+        "arca": ||h_t - h_t^base||_2, with h_t the last hidden state that predicts token t, and the base = the policy
+            with LoRA's adapter disabled.
+        "divergence": |log pi_t - log pi_t^base|.
+        "surprisal": -log pi_t.
+        "entropy_reduction": max(0, H_t - H_{t+1}), with H_{t+1} the entropy at the next own token; 0 at the last.
+        "uniform": no signal, f_t = 1, the control.
     power: p. The paper's formula has 1; the sweep in its code ran with 2.
     eps: added to the signal, as in the paper's code.
-    states: of "arca": "post_norm", after the model's final norm, as the paper's code reads them, or "pre_norm".
-    normalise: "trajectory" divides by the rollout's own sum, as the paper does. "running" divides by the mean of
-        (signal + eps)^p over the own tokens of earlier steps, which decays by `decay` a step; until an earlier step had
-        a signal the factors are 1.
+    states: the hidden states of "arca": "post_norm", after the model's final norm, as in the paper's code, or
+        "pre_norm".
+    normalise: "trajectory" divides by the rollout's sum, as the paper does. "running" divides by the mean of (signal +
+        eps)^p over the own tokens of earlier steps; the factors are 1 until a step has had a signal.
+    decay: factor of the running sums per step.
 
-    "trajectory" makes every non-zero baseline biased: the sum holds what comes after token t, which depends on token
-    t, so that E[f_t B_t s_t] is not 0 even where B_t is a function of the prefix. With "running" and "arca" f_t is a
-    function of the prefix before token t and of earlier steps, so that an unbiased baseline stays one; what is then
-    ascended is a weighted objective, in either case another one than the expected reward. The other signals depend on
-    token t itself, so that a baseline is biased with either normaliser. tests/methods/test_token_weights.py enumerates
-    all responses of two tokens.
+    "trajectory" makes every non-zero baseline biased. The sum contains the signals after token t, which depend on token
+    t, so E[f_t B_t s_t] is not 0 even if B_t is a function of the prefix.
+    With "running" and "arca", f_t is a function of the prefix before token t and of earlier steps, so an unbiased
+    baseline stays unbiased.
+    The other signals depend on token t itself, so a baseline is biased with either normaliser.
+    In all cases the trainer ascends a weighted objective, not the expected reward.
+    tests/methods/test_token_weights.py checks this on all responses of two tokens.
 
     Raises ValueError for values out of range.
     """
@@ -77,7 +82,7 @@ class TokenWeights:
         refuse_out_of_range({"power": power, "eps": eps, "decay": decay}, RULES)
         if states != "post_norm" and signal != "arca":
             raise ValueError(
-                f"states={states} says which hidden states signal=arca compares, and signal={signal} reads none. Use "
+                f"states={states} says which hidden states signal=arca compares, but signal={signal} reads none. Use "
                 "states=post_norm."
             )
         self.signal, self.power, self.eps, self.states = signal, power, eps, states
@@ -86,16 +91,16 @@ class TokenWeights:
 
     @property
     def measure(self) -> str:
-        """What the trainer measures for the signal, of MEASURES; "" for nothing, and then no forward is made."""
+        """The quantity that the trainer measures for the signal, from MEASURES; "" for none, which needs no forward."""
         return MEASURES[self.signal]
 
     @property
     def reads_base(self) -> bool:
-        """Tells whether the base is asked, which costs one forward without gradient with the adapter disabled."""
+        """Tells whether the signal needs the base, which costs one forward without gradient."""
         return self.measure in OF_THE_BASE
 
     def refuse(self, options: Options) -> None:
-        """Raises ValueError unless the base can be had by disabling the adapter, for a signal that compares with it.
+        """Raises ValueError if the signal needs the base and disabling the adapter does not give it.
 
         options.peft_config: a peft configuration, or a mapping of its fields.
         """
@@ -121,15 +126,15 @@ class TokenWeights:
             raise options.refusal("peft_config", rule, adapter)
 
     def signals(self, measured: Tensor, own: Tensor) -> Tensor:
-        """Returns the signal, >= 0, (B, T). measured (B, T): what `measure` names, packed; own (B, T) bool."""
+        """Returns the signal (B, T), >= 0. measured (B, T): the quantity `measure`, packed; own (B, T) bool."""
         if self.signal == "entropy_reduction":
             return entropy_reductions(measured, own)
         return (-measured if self.signal == "surprisal" else measured.abs()).clamp(min=0)
 
     def factors(self, signals: Tensor | None, own: Tensor) -> Tensor:
-        """Returns f_t, 0 past the last own token. signals (B, T) >= 0, own (B, T) bool -> (B, T).
+        """Returns the factors f_t. signals (B, T) >= 0, own (B, T) bool -> (B, T), 0 after the last own token.
 
-        Uniform weights need no signals: None -> ones (B, 1).
+        signals None, for uniform weights -> ones (B, 1).
         """
         import torch
 
@@ -141,19 +146,19 @@ class TokenWeights:
         return raw * (self._count / self._sum) if self._sum else own.to(raw)
 
     def update(self, signals: Tensor, own: Tensor) -> None:
-        """Learns the running mean from a step. signals, own bool (..., T): of the rollouts of all processes."""
+        """Updates the running mean after a step. signals (..., T), own (..., T) bool: the rollouts of all processes."""
         if self.normalise != "running" or not has_signal(signals.flatten(), own.flatten(), self.eps):
-            return  # an adapter at its start has not moved anything: nothing could be divided by eps
+            return  # a fresh adapter has moved nothing: the mean would be eps^p, and later factors would explode
         raw = sharpened(signals, own, self.power, self.eps)
         self._sum = self.decay * self._sum + float(raw.sum())
         self._count = self.decay * self._count + float(own.sum())
 
     def state_dict(self) -> dict[str, float]:
-        """Returns the running sums; the same on all processes."""
+        """Returns the running sums, which are the same in all processes."""
         return {"sum": self._sum, "count": self._count}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from the sums that `state_dict` returned."""
+        """Restores what `state_dict` returned."""
         self._sum, self._count = state["sum"], state["count"]
 
 
@@ -163,7 +168,7 @@ def residuals(states: Tensor, base_states: Tensor) -> Tensor:
 
 
 def weighted_norms(score_norms: Tensor, factors: Tensor | None) -> Tensor:
-    """Returns the squared norms of f_t s_t. (B, T), of s_t; factors (B, T or 1), None = not weighted -> (B, T)."""
+    """Returns the squared norms of f_t s_t. score_norms (B, T); factors (B, T or 1), None for f_t = 1 -> (B, T)."""
     return score_norms if factors is None else score_norms * factors.square()
 
 
@@ -173,21 +178,21 @@ def sharpened(signals: Tensor, own: Tensor, power: float, eps: float) -> Tensor:
 
 
 def has_signal(signals: Tensor, own: Tensor, eps: float) -> Tensor:
-    """Tells of which rollouts the signals sum up to more than eps. (..., T) -> (..., 1) bool."""
+    """Tells which rollouts have signals that sum to more than eps. signals, own (..., T) -> (..., 1) bool."""
     return signals.masked_fill(~own, 0).sum(-1, keepdim=True) > eps
 
 
 def trajectory_factors(raw: Tensor, own: Tensor, counted: Tensor) -> Tensor:
-    """Returns T raw_t / sum_k raw_k, with T the own tokens of the rollout; 1 where the rollout has no signal.
+    """Returns T raw_t / sum_k raw_k, with T the number of own tokens of the rollout; 1 for rollouts without a signal.
 
-    raw (..., T) >= 0, own (..., T) bool, counted (..., 1) bool: the rollouts with a signal -> (..., T).
+    raw (..., T) >= 0, own (..., T) bool, counted (..., 1) bool, True for rollouts with a signal -> (..., T).
     """
     scale = own.sum(-1, keepdim=True) / raw.sum(-1, keepdim=True)
     return (raw * scale).where(counted, own.to(raw))
 
 
 def entropy_reductions(entropies: Tensor, own: Tensor) -> Tensor:
-    """Returns max(0, H_t - H_{t+1}), H_{t+1} of the next own token; 0 at the last. (B, T), own (B, T) -> (B, T)."""
+    """Returns max(0, H_t - H_{t+1}), 0 at the last own token. entropies (B, T), packed; own (B, T) bool -> (B, T)."""
     import torch
 
     reductions = (entropies[:, :-1] - entropies[:, 1:]).clamp(min=0).masked_fill(~own[:, 1:], 0)
@@ -195,7 +200,7 @@ def entropy_reductions(entropies: Tensor, own: Tensor) -> Tensor:
 
 
 class WeightedAdvantages(Method):
-    """Multiplies the advantages by the factors that `Passes` measured, and lets the weights learn."""
+    """Multiplies the advantages by the factors from `Passes`, and updates the running mean of the weights."""
 
     def __init__(self, weights: TokenWeights):
         self.weights = weights

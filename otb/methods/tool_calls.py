@@ -1,4 +1,4 @@
-"""Reads a policy's tool calls with TRL's own parser for the model's chat template. tool_rollouts.py calls it."""
+"""Reads a policy's tool calls with TRL's parser for the model's chat template. tool_rollouts.py calls it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from otb.errors import RunError
 
 
 def check_tool_template(tokenizer, name: str) -> None:
-    """Raises RunError where tool calls cannot be written or read in the chat template of the policy `name`."""
+    """Raises RunError if the chat template of the policy `name` cannot write tool calls or TRL cannot read them."""
     try:
         if not supports_tool_calling(tokenizer):
             raise ValueError("it does not render tool calls and replies.")
@@ -29,15 +29,15 @@ def check_tool_template(tokenizer, name: str) -> None:
     except ValueError as error:
         raise RunError(
             f"model.name={name} has a chat template that cannot serve a task with tools: {error} Use a model whose "
-            "template TRL knows (Qwen2.5, Qwen3 and others), or a copy of its tokenizer with a mended chat_template "
-            "and response_template in a local folder."
+            "template TRL knows (Qwen2.5, Qwen3 and others), or a copy of its tokenizer in a local folder with a "
+            "corrected chat_template and response_template."
         ) from error
 
 
 def read_codes(tokenizer, turn_ids: list[int], prefix: list[int], tools: list[Callable]) -> list[str | None]:
     """Returns the program of each call of a turn, as TRL reads it; None for a malformed call.
 
-    It is called inside `every_call_readable`. turn_ids: tokens of the turn; prefix: all tokens before it.
+    Call it inside `every_call_readable`. turn_ids: tokens of the turn. prefix: all tokens before it.
     """
     message = parse_response(tokenizer, turn_ids, prefix=prefix, tools=tools) if turn_ids else {}
     return [call["function"]["arguments"]["code"] for call in message.get("tool_calls") or []]
@@ -47,9 +47,10 @@ def read_codes(tokenizer, turn_ids: list[int], prefix: list[int], tools: list[Ca
 def every_call_readable(tokenizer, end_tokens: Sequence[int]) -> Iterator[None]:
     """Makes the tokenizer's `parse_response`, which TRL calls, return only calls that `PythonTool.python` can answer.
 
-    As it is, it raises for malformed JSON, which TRL takes for a final answer in plain text, and a RecursionError for
-    deeply nested JSON, which would end the training. Inside, each turn is parsed once: it is read when its programs are
-    run and again by TRL, and rollouts of a prompt often begin alike.
+    Unchanged, it raises for malformed JSON, and TRL then treats the turn as a final answer in plain text. For deeply
+    nested JSON it raises RecursionError, which would end the training.
+    Inside the block each turn is parsed only once, although it is needed both before its programs run and by TRL, and
+    although rollouts of a prompt often begin with the same turn.
     """
     parse = tokenizer.parse_response
     messages: dict[tuple, dict] = {}
@@ -64,9 +65,9 @@ def every_call_readable(tokenizer, end_tokens: Sequence[int]) -> Iterator[None]:
         try:
             message = parse(ids, **options)
             codes = [code_of(call) for call in message.get("tool_calls") or []]
-        except Exception:  # whatever a parser makes of what a policy wrote
+        except Exception:  # a policy can write anything, so a parser can raise anything
             message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
-            # A complete message that cannot be read holds a malformed call; an incomplete one was cut by the budget.
+            # An unreadable message that is complete holds a malformed call; an incomplete one was cut by the budget.
             codes = [None] if ids[-1] in end_tokens else []
         calls = [{"type": "function", "function": {"name": "python", "arguments": {"code": code}}} for code in codes]
         return message | ({"tool_calls": calls} if calls else {})
@@ -79,7 +80,7 @@ def every_call_readable(tokenizer, end_tokens: Sequence[int]) -> Iterator[None]:
 
 
 def code_of(call: dict) -> str | None:
-    """Returns the program of a parsed tool call; None for any other than `python` with a program and nothing else."""
+    """Returns the program of a parsed tool call; None unless it calls `python` with a program as its only argument."""
     function = call.get("function")
     if not isinstance(function, dict) or function.get("name") != "python":
         return None

@@ -1,9 +1,9 @@
-"""ToolRollouts: rollouts that call Python, by TRL's own tool loop with what it lacks.
+"""Adds to TRL's tool loop what rollouts that call Python need. `ToolRollouts` is in OTBTrainer's list of methods.
 
-TRL's `_tool_call_loop` alternates: it samples a turn of all unfinished rollouts, runs their calls one after another and
-appends the replies. Here every rollout is followed from its prompt to its end, vLLM is kept awake until then, a turn
-stays inside the token budget, its programs run side by side, and a reply is made harmless and short enough.
-docs/tools.md lists each guard and what TRL does without it.
+TRL's `_tool_call_loop` samples a turn of all unfinished rollouts, runs their calls one after another, appends the
+replies, and repeats. `ToolRollouts` follows every rollout from its prompt to its end. It keeps vLLM awake until then,
+keeps each turn inside the token budget, runs the programs of a turn in parallel, and makes each reply harmless and
+short enough. docs/tools.md lists each guard and what TRL does without it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from otb.methods.tool_calls import every_call_readable, read_codes
 from otb.sandbox import neutralise
 from otb.tasks.python_tool import MALFORMED, PythonTool, Refusal
 
-CALLS_PER_TURN = 5  # run per rollout: a program may take its whole time limit, and all others wait for the slowest
-KEPT_FOR_AN_ANSWER = 8  # a reply leaves 1 / 8 of the token budget to the policy
+CALLS_PER_TURN = 5  # run per rollout: all rollouts wait for the slowest program, which may use its whole time limit
+KEPT_FOR_AN_ANSWER = 8  # a reply leaves at least 1 / 8 of the token budget to the policy
 SHORTENED = " [...]"  # ends a reply that was cut
-ENDINGS = ("end", "length", "turns")  # of a rollout: by the policy's own end token, or by a limit
+ENDINGS = ("end", "length", "turns")  # how a rollout ends: with the policy's end token, or at one of two limits
 PAST_THE_LAST_TURN = Refusal("refused: this was the last turn")
 NO_ROOM = Refusal("refused: the response has no room for a reply")
 TOO_MANY = Refusal(f"refused: at most {CALLS_PER_TURN} calls are run in one turn")
@@ -33,30 +33,30 @@ TOO_MANY = Refusal(f"refused: at most {CALLS_PER_TURN} calls are run in one turn
 
 @dataclass
 class ToolRollout:
-    """One rollout under way. ids: of prompt and response so far; prompt: how many of them are the prompt's."""
+    """Holds an unfinished rollout. ids: tokens of the prompt and the response so far; prompt: the prompt's length."""
 
     ids: list[int]
     prompt: int
     environment: PythonTool
     turns: int = 0
-    cut: str = ""  # "turns" or "length", where a limit ended it
+    cut: str = ""  # the limit that ended it, "turns" or "length"
 
 
 class ToolRollouts(Method):
-    """Lets rollouts call the `python` of a `PythonTool` by TRL's own tool loop, with what it lacks.
+    """Lets rollouts call the `python` of a `PythonTool` in TRL's tool loop, with guards that TRL lacks.
 
-    It does nothing where `environment_factory` is absent or makes another environment: then TRL's loop is as it is.
+    Without an `environment_factory`, or with one that makes another environment, TRL's loop runs unchanged.
 
     Raises:
-        SandboxFailure: While training, where the sandbox itself failed; what a program does wrong the policy reads.
+        SandboxFailure: The sandbox itself failed during training. A program's own errors go to the policy as a reply.
     """
 
     def __init__(self):
         self.is_on = False
-        self.rollouts: list[ToolRollout] = []  # of the generation under way, in TRL's order
-        self._waiting: list[ToolRollout] = []  # those with calls that TRL has not yet answered with a further turn
-        self._unanswered: Iterator[ToolRollout] = iter(())  # those of them that wait for the reply itself
-        self._replies: dict[tuple[str, ...], list[int]] = {}  # of the generation under way: contents -> tokens
+        self.rollouts: list[ToolRollout] = []  # of the current generation, in TRL's order
+        self._waiting: list[ToolRollout] = []  # rollouts whose last turn has calls, until their next turn
+        self._unanswered: Iterator[ToolRollout] = iter(())  # the waiting rollouts that have no reply yet
+        self._replies: dict[tuple[str, ...], list[int]] = {}  # of the current generation: contents -> tokens
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
@@ -64,7 +64,7 @@ class ToolRollouts(Method):
         self.is_on = list(pool) == [None] and isinstance(pool[None][0], PythonTool)
         self._tokenizer = trainer._tokenizer
         self._control_tokens = tuple(token for token in self._tokenizer.get_added_vocab() if token.strip())
-        if self.is_on:  # templates and parsers would make a schema of each function at every call
+        if self.is_on:  # otherwise templates and parsers would derive the schema of each function at every call
             trainer._env_tools[None][:] = map(get_json_schema, trainer._env_tools[None])
 
     def around_generation(self, make, prompts):
@@ -83,10 +83,10 @@ class ToolRollouts(Method):
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Wakes vLLM's sleeping engine in these processes once for all turns.
+        """Wakes the sleeping vLLM engine in this process once for all turns of a generation.
 
-        TRL puts it to sleep after each turn and hands it the weights before the next. Where weights are sharded that is
-        a collective, and processes whose rollouts take fewer turns never join it.
+        TRL puts it to sleep after each turn and sends it the weights before the next. With sharded weights, sending is
+        a collective operation, and processes whose rollouts take fewer turns would never join it.
         """
         trainer = self.trainer
         engine: Any = trainer.vllm_generation if trainer.use_vllm and trainer.vllm_mode == "colocate" else None
@@ -101,7 +101,7 @@ class ToolRollouts(Method):
             yield
         finally:
             engine.enable_sleep_mode = True
-            engine.llm.sleep(level=2)  # which discards the weights
+            engine.llm.sleep(level=2)  # this discards the weights
             engine._llm_weights_sleeping = True
 
     # ---- one turn
@@ -120,7 +120,7 @@ class ToolRollouts(Method):
         return turn_ids, log_probs
 
     def _begun(self, prompt_ids: list[list[int]]) -> list[ToolRollout]:
-        """Begins a rollout for each prompt, and returns them."""
+        """Starts a rollout for each prompt, and returns them all."""
         self.rollouts = [
             ToolRollout(list(ids), len(ids), environment)
             for ids, environment in zip(prompt_ids, self.trainer.environments, strict=True)
@@ -128,7 +128,7 @@ class ToolRollouts(Method):
         return self.rollouts
 
     def _continued(self, prompt_ids: list[list[int]]) -> list[ToolRollout]:
-        """Returns the rollouts of these rows. TRL keeps the order and leaves out those whose reply did not fit."""
+        """Returns the rollouts of these rows. TRL keeps the order, and drops rollouts whose reply did not fit."""
         rows, continued, dropped = iter(prompt_ids), [], []
         row = next(rows, None)
         for rollout in self._waiting:
@@ -139,15 +139,15 @@ class ToolRollouts(Method):
                 dropped.append(rollout)
         if row is not None:
             raise RuntimeError(
-                f"{len(prompt_ids)} rollouts are to be continued, of which {len(continued)} are known here; TRL's tool "
-                "loop does not work as in the version that was tried. Install one that pyproject.toml allows; "
-                "`python -m otb.seams` compares what is installed."
+                f"TRL continues {len(prompt_ids)} rollouts, but only {len(continued)} of them are known here: its tool "
+                "loop differs from the tested version. Install a version that pyproject.toml allows; `python -m "
+                "otb.seams` checks the installed one."
             )
         self._end(dropped)
         return continued
 
     def _end(self, rollouts: list[ToolRollout]) -> None:
-        """Ends rollouts that asked for a reply and get none: past the last turn, or for want of room."""
+        """Ends rollouts that called a tool but get no reply, because of the limit on turns or on length."""
         for rollout in rollouts:
             rollout.cut = "turns" if self._is_last_turn(rollout) else "length"
 
@@ -155,12 +155,15 @@ class ToolRollouts(Method):
         return rollout.turns > self.trainer.max_tool_calling_iterations
 
     def _room(self, rollout: ToolRollout) -> int:
-        """Returns how many tokens are left for the response."""
+        """Returns how many more tokens the response may have."""
         return max(0, self.trainer.max_completion_length - (len(rollout.ids) - rollout.prompt))
 
     @contextmanager
     def _at_most_new_tokens(self, count: int) -> Iterator[None]:
-        """Limits a turn: TRL would sample `max_completion_length` tokens in each, and cut what is over the budget."""
+        """Limits the next turn to `count` tokens.
+
+        TRL would allow `max_completion_length` tokens in every turn, and cut whatever exceeds the budget.
+        """
         if self.trainer.use_vllm:
             holder, name = self.trainer.vllm_generation, "max_completion_length"
         else:
@@ -173,9 +176,9 @@ class ToolRollouts(Method):
             setattr(holder, name, usual)
 
     def _take_turn(self, rollouts: list[ToolRollout], turn_ids: list[list[int]]) -> None:
-        """Adds a turn to its rollouts and runs its programs side by side, once for all of them.
+        """Adds a turn to its rollouts, and runs all its programs in parallel.
 
-        Equal programs are run once and share the result: rollouts of a prompt write many of them.
+        Equal programs run once and share the result, because rollouts of a prompt often write the same program.
         """
         self._waiting = []
         calls: list[tuple[PythonTool, str | Refusal]] = []
@@ -193,12 +196,12 @@ class ToolRollouts(Method):
         results = dict(zip(programs, outcomes, strict=True))
         for environment, call in calls:
             if call is PAST_THE_LAST_TURN:
-                environment.use.count(call)  # TRL will not ask for it
+                environment.use.count(call)  # TRL will not ask for this call's reply
             else:
                 environment.outcomes.append(results[call] if isinstance(call, str) else call)
 
     def _vetted(self, rollout: ToolRollout, position: int, code: str | None) -> str | Refusal:
-        """Returns the program, or why it is not run. position: among the calls of the turn, from 0."""
+        """Returns the program, or the reason not to run it. position: among the calls of the turn, from 0."""
         if self._is_last_turn(rollout):
             return PAST_THE_LAST_TURN
         if code is None:
@@ -207,10 +210,10 @@ class ToolRollouts(Method):
             return NO_ROOM
         return code if position < CALLS_PER_TURN else TOO_MANY
 
-    # ---- calls are answered
+    # ---- replies
 
     def around_reply(self, make, tool_messages):
-        """Returns the tokens from the call to the next turn. TRL asks once per waiting rollout, in their order."""
+        """Returns the tokens between the call and the next turn. TRL calls it once per waiting rollout, in order."""
         if not self.is_on:
             return make(tool_messages)
         rollout = next(self._unanswered)
@@ -224,19 +227,19 @@ class ToolRollouts(Method):
         return reply
 
     def _rendered(self, tool_messages: list[dict]) -> list[int]:
-        """Returns the tokens of replies; equal ones, such as those to equal programs, are rendered once."""
+        """Returns the tokens of replies. Equal replies, for example to equal programs, are rendered once."""
         contents = tuple(message["content"] for message in tool_messages)
         if contents not in self._replies:
             self._replies[contents] = self.trainer.rendered(tool_messages)
         return self._replies[contents]
 
     def _shorten(self, tool_messages: list[dict], excess: int) -> bool:
-        """Takes about `excess` tokens from the end of the longest message. Returns False where there are none left."""
+        """Cuts about `excess` tokens from the end of the longest message. Returns False if it cannot get shorter."""
         message = max(tool_messages, key=lambda message: len(message["content"]))
         text = message["content"].removesuffix(SHORTENED)
         ids, marker = (self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, SHORTENED))
         kept = self._tokenizer.decode(ids[: max(0, len(ids) - excess - len(marker))])
-        kept = kept.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
+        kept = kept.rstrip("\N{REPLACEMENT CHARACTER}")  # the cut may split a character
         if len(kept) + len(SHORTENED) >= len(message["content"]):
             return False
         message["content"] = kept + SHORTENED
@@ -244,26 +247,26 @@ class ToolRollouts(Method):
 
     @cached_property
     def _smallest_reply(self) -> int:
-        """The number of tokens of a reply of which only the mark is left."""
+        """The number of tokens of a reply that is cut to SHORTENED alone."""
         return len(self.trainer.rendered([{"role": "tool", "name": "python", "content": SHORTENED}]))
 
-    # ---- what is recorded
+    # ---- metrics
 
     def _count_as_truncated(self, completion_ids: list, tool_mask: list, log_probs: list | None) -> None:
-        """Counts a rollout whose last call found no room as truncated: for TRL it ended with an end token."""
+        """Counts a rollout without room for its last reply as truncated. TRL does not: it saw an end token."""
         cut = [
             i for i, rollout in enumerate(self.rollouts)
             if rollout.cut == "length" and completion_ids[i][-1] in self.trainer.end_tokens
         ]  # fmt: skip
         dropped, rollouts = self._summed([len(cut), len(self.rollouts)])
         self.trainer._metrics[self._mode]["completions/clipped_ratio"][-1] += dropped / rollouts
-        if self.trainer.mask_truncated_completions:  # it looks for the end token
+        if self.trainer.mask_truncated_completions:  # TRL masks rollouts without an end token
             for rows in filter(None, (completion_ids, tool_mask, log_probs)):
                 for i in cut:
                     del rows[i][-1]
 
     def _log_tool_use(self) -> None:
-        """Logs the metrics of tools over all processes; shares of calls only where there were calls."""
+        """Logs the metrics of tool use over all processes; shares of calls only if there were calls."""
         uses = [rollout.environment.use for rollout in self.rollouts]
         columns: dict[str, list[float]] = {
             "rollouts": [1 for _ in uses],

@@ -1,1 +1,1 @@
-"""What extends TRL: the trainer, its passes and its options."""
+"""Holds the code that extends TRL: the trainer, its passes and its options."""

@@ -1,4 +1,7 @@
-"""EngineState: gives the processes that share a copy of the policy in vLLM one random state."""
+"""Gives processes that share one copy of the policy in vLLM the same random state.
+
+`EngineState` is in OTBTrainer's list of methods.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from otb.random_state import isolated_random_state
 
 
 class EngineState(Method):
-    """Makes the processes of one tensor-parallel engine sample the same tokens.
+    """Makes all processes of one tensor-parallel engine sample the same tokens.
 
-    Each of them draws all tokens of all of them; if they drew different ones they would wait for each other forever.
-    The state follows from the first process's, which is in the checkpoints.
+    Every process draws the tokens of the whole engine; if two drew different tokens, they would wait for each other
+    forever. The seed comes from the random state of the engine's first process, which checkpoints save.
     """
 
     def around_generation(self, make, prompts):

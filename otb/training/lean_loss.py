@@ -1,13 +1,15 @@
-"""LeanLoss: makes no backward, and no second forward, that the gradient of the loss does not need.
+"""Makes only the forwards and backwards that the gradient of the loss needs.
 
-With `lean_steps=False` the loss is TRL's. What it saves, each without a change of the gradient beyond rounding:
+`LeanLoss` is in OTBTrainer's list of methods. It saves three things, and none of them changes the gradient beyond
+rounding:
 
-    padding         rollouts of similar length are computed together, each chunk as wide as its longest
-    backwards       a rollout whose advantages are all 0 has no gradient: its forward, for the metrics, keeps no graph
-    a forward       where a pass before the loss had the weights of the loss (score norms), the loss takes this pass
+    padding         rollouts of similar length are computed together; a chunk is as wide as its longest rollout
+    backwards       a rollout whose advantages are all 0 has no gradient, so its forward (for metrics) keeps no graph
+    a forward       if a pass before the loss (for score norms) used the same weights, the loss reuses that pass
 
-Several processes would have to make equally many forwards, and several terms of TRL's loss read more than advantages
-times log-probabilities: there all passes are TRL's (`applies`).
+`applies` says when this is possible. It is not with several processes, which must all make the same number of forwards,
+nor with terms of the loss that read more than advantages times log-probabilities. If it is not possible, or with
+`lean_steps=False`, every pass is TRL's.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ from otb.records.config_keys import flatten
 from otb.rollouts import joined
 from otb.training.options import CHUNKS
 
-ROW = "kept_row"  # the key of a batch under which each rollout's place in the kept pass stands
+ROW = "kept_row"  # key in a batch: the row of each rollout in the kept pass
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-NOISY = ("drop", "jitter", "noise")  # in names of options that make two forwards of one model differ
+NOISY = ("drop", "jitter", "noise")  # parts of option names; such options make two forwards of one model differ
 
 
 class KeptPass(NamedTuple):
-    """A pass over a generation that its loss can take. Rows of log_probs and entropies (B, C) are in its own order.
+    """Holds a pass over a generation that the loss can reuse.
 
-    has_graph (B,): whether a gradient can flow back through the row's log_probs. first: the number of its first row,
-    counted over all kept passes.
+    log_probs, entropies: (B, C), in the order of the batch before TRL shuffles it. has_graph: (B,) bool, True if a
+    gradient can flow back through the row's log_probs. first: the number of the pass's first row, counted over all kept
+    passes.
     """
 
     log_probs: Tensor
@@ -45,17 +48,18 @@ class KeptPass(NamedTuple):
 
 
 class LeanLoss(Method):
-    """Leaves out of the passes of the loss what has no gradient."""
+    """Leaves out the work of the loss that contributes nothing to the gradient."""
 
     def __init__(self):
         self._kept_pass: KeptPass | None = None  # of the last generation, until its loss
-        self._rows_kept = 0  # in all passes that were kept so far
-        self._loss_inputs: dict | None = None  # while a lean loss is computed
+        self._rows_kept = 0  # in all passes kept so far
+        self._loss_inputs: dict | None = None  # None except while a lean loss is computed
 
     def applies(self, batch: dict) -> bool:
-        """Tells whether a rollout without advantage has no gradient here, and this process may leave its backward out.
+        """Tells whether this process may skip the backward of rollouts whose advantages are all 0.
 
-        An expert that only such rollouts reach would get no gradient instead of one of 0, which Adam tells apart.
+        Models with experts are excluded: an expert that only such rollouts reach would get no gradient instead of a
+        gradient of 0, and Adam treats the two differently.
         """
         trainer = self.trainer
         return (
@@ -71,7 +75,7 @@ class LeanLoss(Method):
         )
 
     def can_keep(self, batch: dict) -> bool:
-        """Tells whether the loss will read the same rollouts with the same weights as a pass made now."""
+        """Tells whether the loss will use the same rollouts and the same weights as a pass made now."""
         args = self.trainer.args
         return (
             self.applies(batch)
@@ -91,14 +95,18 @@ class LeanLoss(Method):
         return is_noisy(self.trainer.accelerator.unwrap_model(self.trainer.model))
 
     def keep(self, output: dict, log_probs: Tensor, entropies: Tensor, has_graph: Tensor) -> None:
-        """Keeps a pass for the loss. output: what TRL will shuffle and hand to it."""
+        """Keeps a pass for the loss.
+
+        output: TRL's batch; it gets each rollout's row in the pass, because TRL shuffles the rollouts before the loss.
+        log_probs, entropies: (B, C). has_graph: (B,) bool.
+        """
         self._kept_pass = KeptPass(log_probs, entropies, has_graph, self._rows_kept)
         rows = len(log_probs)
         output[ROW] = torch.arange(self._rows_kept, self._rows_kept + rows, device=log_probs.device)
         self._rows_kept += rows
 
     def while_sampling(self):
-        self._kept_pass = None  # whatever became of the loss that it was for
+        self._kept_pass = None  # even if its loss was never computed
         return nullcontext()
 
     def around_loss(self, make, model, inputs):
@@ -113,7 +121,7 @@ class LeanLoss(Method):
     def around_pass(self, make, model, ids, mask, width, *args, **kwargs):
         batch = self._loss_inputs
         further = any(value is not None for name, value in kwargs.items() if not name.startswith("compute_"))
-        if batch is None or args or further:  # what has rows of its own
+        if batch is None or args or further:  # further arguments have a row per rollout, which chunks would not cut
             return make(model, ids, mask, width, *args, **kwargs)
         learns, kept = learning_rows(batch), self._kept_rows(batch)
         known = torch.zeros_like(learns) if kept is None else kept.has_graph | ~learns
@@ -132,7 +140,7 @@ class LeanLoss(Method):
         return *in_order(parts, width), None
 
     def _kept_rows(self, batch: dict) -> KeptPass | None:
-        """Returns the kept pass with the rows of a micro-batch in its order; None where it was made for another one."""
+        """Returns the kept pass with its rows in the order of a micro-batch; None if it does not hold them."""
         kept = self._kept_pass
         if kept is None or ROW not in batch:
             return None
@@ -143,19 +151,22 @@ class LeanLoss(Method):
 
 
 def learning_rows(batch: dict) -> Tensor:
-    """Tells of which rollouts an advantage is not 0, (B,) bool; of at least one, because a loss needs a graph."""
+    """Tells which rollouts have an advantage other than 0, -> (B,) bool.
+
+    At least one row is True, because a loss needs a graph.
+    """
     own = response_mask(batch)
-    learns = (per_position(batch["advantages"]) * own).ne(0).any(1)  # NaN learns, too: the loss must see it
+    learns = (per_position(batch["advantages"]) * own).ne(0).any(1)  # includes NaN: the loss must see it
     if not learns.any():
         learns[own.sum(1).argmin()] = True
     return learns
 
 
 def chunks(lengths: Tensor, learns: Tensor, wanted: Tensor, at_once: int) -> Iterator[tuple[Tensor, bool]]:
-    """Cuts the wanted rollouts into chunks of similar length, `at_once` of them in each: (rows, whether they learn).
+    """Cuts the wanted rollouts into chunks of at most `at_once` rollouts of similar length.
 
-    lengths, learns, wanted: (B,). Those that learn come first: inside one autocast, weights that were cast without
-    gradient would be used again.
+    lengths, learns, wanted: (B,). Yields (rows (b,), whether they learn). Chunks that learn come first: autocast reuses
+    cast weights, and weights that were cast without gradient would be reused in the chunks that learn.
     """
     by_length = lengths.argsort()
     for with_gradient in (True, False):
@@ -165,17 +176,17 @@ def chunks(lengths: Tensor, learns: Tensor, wanted: Tensor, at_once: int) -> Ite
 
 
 def in_order(parts: list[tuple[Tensor, tuple[Tensor, ...]]], width: int) -> list[Tensor]:
-    """Puts the rows of chunks back into the order of the batch. Positions behind a chunk's own width are 0.
+    """Puts the rows of chunks back into the order of the batch, padded with 0 to `width`.
 
     parts: (rows (b,), several values (b, w)) of each chunk. -> as many values (B, width), through which gradients flow.
     """
     place = torch.cat([rows for rows, _ in parts]).argsort()
-    no_row = torch.zeros(0, width, device=place.device)  # makes what is joined with it so wide, and float32
+    no_row = torch.zeros(0, width, device=place.device)  # joining with it sets the width, and float32 at least
     return [joined([*values, no_row], dim=1)[place] for values in zip(*(values for _, values in parts), strict=True)]
 
 
 def is_noisy(model: nn.Module) -> bool:
-    """Tells whether two forwards in training may differ: by dropout or jitter, as modules and options say."""
+    """Tells whether two training forwards may differ, judging by the model's dropout modules and its options."""
     if any(isinstance(module, DROPOUTS) and module.p > 0 for module in model.modules()):
         return True
     options = flat_options(model).items()
@@ -185,6 +196,6 @@ def is_noisy(model: nn.Module) -> bool:
 
 
 def flat_options(model: Any) -> dict[str, Any]:
-    """Returns the options of a model's configuration and of its adapters, nested ones by dotted names."""
+    """Returns the options of a model's configuration and of its adapters; nested options have dotted names."""
     adapters = {name: adapter.to_dict() for name, adapter in getattr(model, "peft_config", {}).items()}
     return flatten({"model": model.config.to_dict(), "adapters": adapters})

@@ -1,10 +1,14 @@
-"""Samples with a decoding loop of its own inside transformers' generate: rollouts that have ended cost nothing more.
+"""Replaces the decoding loop inside transformers' generate with one that spends nothing on rollouts that have ended.
 
-generate's own loop goes on with every row of its batch until the last one ends: where the longest response has 64
-tokens and the mean one 25, most rows of most forwards are of no use. Here rows that have ended leave the batch and its
-cache, prompts that stand next to each other and are equal, as those of a group are, are read once, and a token costs
-one random number rather than one for each entry of the vocabulary. The distribution is that of generate; the random
-numbers are others. Models and options that would notice are left to generate's own loop.
+generate's loop computes every row of the batch until the last row ends. If the longest response has 64 tokens and the
+mean is 25, more than half of this work is wasted. This loop differs in three ways:
+
+    ended rows      leave the batch and its cache
+    equal prompts   in adjacent rows, as in a prompt group, are read once
+    each token      costs one random number instead of one per vocabulary entry
+
+The distribution is the same as generate's, but the random numbers differ. Models and options for which rows are not
+independent use generate's own loop. `LeanSampling` is in OTBTrainer's list of methods.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from otb.methods import Method
 
-ENDED_SHARE = 1 / 8  # of the rows of a batch, which leave it together: taking rows out copies the cache of the others
-# Options that see a row's tokens or their number, or nothing of the sort: the same whatever rows stand beside it.
+ENDED_SHARE = 1 / 8  # share of ended rows at which they are removed: each removal copies the cache of the others
+# Options whose effect on a row does not depend on the other rows of the batch.
 ROW_BY_ROW = frozenset(
     {
         *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
@@ -33,7 +37,7 @@ ROW_BY_ROW = frozenset(
         *("remove_invalid_values", "disable_compile", "transformers_version", "_from_model_config"),
     }
 )
-# What an option is where it does nothing. 1 is neutral for factors and counts of what is otherwise one.
+# Values at which an option does nothing; for FACTORS, 1 does nothing either.
 NEUTRAL: tuple = (None, False, 0, [], {})
 FACTORS = frozenset(
     {"repetition_penalty", "num_beams", "num_return_sequences", "guidance_scale", "encoder_repetition_penalty"}
@@ -41,7 +45,7 @@ FACTORS = frozenset(
 
 
 class LeanSampling(Method):
-    """Samples a turn with the loop below, `rows_per_generation` rollouts at a time; vLLM and images are left to TRL."""
+    """Samples a turn with the loop below, `rows_per_generation` rollouts at once. TRL handles vLLM and images."""
 
     def around_turn(self, make, prompt_ids, images=None, *args, **kwargs):
         trainer = self.trainer
@@ -59,7 +63,7 @@ class LeanSampling(Method):
 
 @contextmanager
 def lean_sampling(model: Any) -> Iterator[None]:
-    """Makes `model.generate` sample with the loop below inside, where the model and its options allow it."""
+    """Makes `model.generate` use the loop below inside the block, if the model and the options allow it."""
     before = vars(model).get("generate")
     model.generate = partial(generate, model, model.generate)
     try:
@@ -79,9 +83,9 @@ def generate(
     generation_config: GenerationConfig,
     **options,
 ) -> Tensor:
-    """Samples a response to each row of input_ids (B, L), whose padding is on the left. -> ids (B, L + longest).
+    """Samples a response to each row of input_ids (B, L), padded on the left. -> ids (B, L + longest response).
 
-    of_model: the model's generate. What the loop cannot do goes to it as it is.
+    of_model: the model's own generate, which gets the call unchanged if the loop below cannot serve it.
     """
     given = dict(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **options)
     if options or not row_by_row(generation_config, model.generation_config) or not can_lose_rows(model):
@@ -90,9 +94,9 @@ def generate(
 
 
 def row_by_row(config: GenerationConfig, of_model: GenerationConfig) -> bool:
-    """Tells whether the options let a row be sampled without the others, by the loop below.
+    """Tells whether the options let the loop below sample each row independently of the others.
 
-    of_model: the model's own configuration, from which generate fills in what `config` leaves open.
+    of_model: the model's own configuration, which supplies the values that `config` leaves open.
     """
     merged = copy.deepcopy(config)
     merged.update(**of_model.to_dict(), defaults_only=True)
@@ -107,9 +111,9 @@ def row_by_row(config: GenerationConfig, of_model: GenerationConfig) -> bool:
 
 
 def can_lose_rows(model: Any) -> bool:
-    """Tells whether rows can be taken out of the model's cache, and nothing else in it remembers the batch."""
+    """Tells whether rows can be removed from the model's cache, and the model keeps no other state of the batch."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        return False  # its cache is longer than the ids
+        return False  # the cache is longer than the ids
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base.config.is_encoder_decoder or any(hasattr(module, "rope_deltas") for module in base.modules()):
         return False
@@ -127,9 +131,9 @@ def sample(
     generation_config: GenerationConfig,
     **inputs,
 ) -> Tensor:
-    """Samples as generate's own loop does, which calls it in its place. -> ids (B, L + longest).
+    """Samples in place of generate's own loop, and generate calls it. -> ids (B, L + longest response).
 
-    inputs: what generate has prepared for the model, its empty cache, too.
+    inputs: the model's arguments as generate has prepared them, including an empty cache.
     """
     pad = generation_config.pad_token_id
     whole = input_ids.new_full((len(input_ids), stopping_criteria.max_length), pad)
@@ -161,27 +165,27 @@ def sample(
 
 
 def of_rows(inputs: dict[str, Any], rows: Tensor, count: int) -> dict[str, Any]:
-    """Returns the inputs of some rows of a batch of `count`; what is the same for all of them, the cache too, stays."""
+    """Returns the inputs of the given rows of a batch of `count` rows. Inputs without a row axis stay as they are."""
     each = {name for name, value in inputs.items() if isinstance(value, Tensor) and len(value) == count}
     return {name: value[rows] if name in each else value for name, value in inputs.items()}
 
 
 def copies_of_each(ids: Tensor, mask: Tensor | None) -> int:
-    """Returns how often each prompt stands next to itself, the same for all; 1 where it differs."""
+    """Returns how many times each prompt repeats in adjacent rows of ids (B, L); 1 if the counts differ."""
     prompts = ids if mask is None else torch.cat([ids, mask], dim=1)
     counts = torch.unique_consecutive(prompts, dim=0, return_counts=True)[1]
     return int(counts[0]) if counts.eq(counts[0]).all() else 1
 
 
 def chosen(scores: Tensor, do_sample: bool) -> Tensor:
-    """Returns a token per row of scores (B, V): drawn from their softmax, or the likeliest. -> (B,)
+    """Returns one token per row of scores (B, V), drawn from their softmax or the most likely one. -> (B,)
 
-    It is drawn by inversion: the first token whose cumulative probability reaches a uniform number. That number is
-    never 0, so a token of probability 0 is never drawn.
+    Drawing inverts the cumulative distribution: it takes the first token whose cumulative probability reaches a uniform
+    number. This number is never 0, so a token of probability 0 is never drawn.
     """
     if not do_sample:
         return scores.argmax(-1)
-    precise = torch.float32 if scores.device.type == "mps" else torch.float64  # rare tokens keep their share
+    precise = torch.float32 if scores.device.type == "mps" else torch.float64  # float32 would round rare tokens away
     reached = scores.softmax(-1).cumsum(-1, dtype=precise)
     uniform = 1 - torch.rand(len(scores), 1, dtype=reached.dtype, device=scores.device)
     return torch.searchsorted(reached, uniform * reached[:, -1:]).squeeze(1)

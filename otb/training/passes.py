@@ -1,9 +1,9 @@
-"""Passes: the forwards before the loss, and what a baseline and token weights need of them.
+"""Makes the forwards before the loss, and measures in them what the baseline and the token weights need.
 
-Score norms come from a forward over the rollouts whose LM head also returns log sum pi^2. TRL makes such a pass where
-its loss needs one; elsewhere `extra` makes one, and the loss takes it instead of its own forward where it can
-(lean_loss.py). Hidden states and the signals of token weights always need the extra pass; exact norms need backward
-passes of their own (otb/exact_norms.py).
+Score norms need a forward over the rollouts in which the LM head also returns log sum pi^2. If TRL makes a forward for
+its loss, that one serves; otherwise `extra` makes one, and the loss reuses it if it can (lean_loss.py). Hidden states
+and the signals of token weights always need the extra pass. Exact norms need separate backward passes
+(otb/exact_norms.py). OTBTrainer calls `measure`; `Passes` is also in its list of methods.
 """
 
 from __future__ import annotations
@@ -32,23 +32,29 @@ from otb.training.options import CHUNKS
 
 
 class Passes(Method):
-    """Makes the passes before the loss, and measures of a batch what the baseline and the token weights need."""
+    """Makes the passes before the loss, and measures what the baseline and the token weights need.
+
+    Args:
+        baseline: a function or object of the contract in `otb.baselines`.
+        token_weights: what multiplies the advantages, or None.
+        needs_score_norms: whether the baseline or a metric reads score norms.
+    """
 
     def __init__(self, baseline: Any, token_weights: TokenWeights | None, needs_score_norms: bool):
         self.baseline, self.token_weights, self.needs_score_norms = baseline, token_weights, needs_score_norms
-        self.needs = baselines.needs_of(baseline)  # what the baseline declares
-        # Whether the extra pass is made even where TRL makes one; `while_sampling` says why.
+        self.needs = baselines.needs_of(baseline)
+        # Whether the extra pass is made even if TRL makes one; `while_sampling` says why.
         self.always_extra = "hidden_states" in self.needs or bool(self._watched_for_weights)
-        self._scoring = False  # whether no-grad passes are to return log sum pi^2
+        self._scoring = False  # whether passes also return log sum pi^2
         self._passes: list[tuple[Tensor, Tensor]] = []  # (log_probs, log_sum_sq_probs) of those passes
-        self._watched = torch.zeros(0)  # (B, C): what the signal of the token weights is made of
+        self._watched = torch.zeros(0)  # (B, C): the values from which the signal of the token weights is computed
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
         weights = self.token_weights
         if weights is not None and weights.reads_base:
             adapters.refuse_trained_base(weights.signal, trainer.accelerator.unwrap_model(trainer.model))
-            with self._hidden_states(weights.states):  # a backbone without a final norm is refused
+            with self._hidden_states(weights.states):  # refuses a backbone without a final norm
                 pass
         if self.needs & baselines.EXACT_NORMS:
             exact_norms.trainable(trainer.model)  # too many parameters are refused before the first rollout
@@ -56,10 +62,10 @@ class Passes(Method):
     # ---- what the baseline needs
 
     def measure(self, step: Step) -> dict:
-        """Measures what the baseline declared that it needs, of this process's rollouts, and fills in the step.
+        """Measures what the baseline needs on this process's rollouts, and sets log_probs, signals and factors of step.
 
-        -> the norms by their names in RolloutGroups, packed (B, T) or (B,); "reduced" and "totals", what the baseline's
-        `reduce` returned, empty without one.
+        Returns norms under their names in RolloutGroups, packed (B, T) or (B,); also "reduced" and "totals" as the
+        baseline's `reduce` returned them, empty if it has none.
         """
         output, own = step.output, step.own
         measured: dict = {"reduced": {}, "totals": {}}
@@ -80,10 +86,10 @@ class Passes(Method):
         return measured
 
     def _exact_norms(self, step: Step, norms: Callable) -> Tensor:
-        """Returns exact norms of this process's rollouts, with rho f s in the place of s.
+        """Returns exact norms of this process's rollouts, with each score s replaced by rho f s.
 
-        rho: where TRL corrects the sampler; f: where tokens are weighted. norms: `sequence_norms` or `prefix_norms` of
-        otb.exact_norms.
+        rho is TRL's importance ratio, 1 if TRL does not correct for the sampler. f is the token's factor, 1 without
+        token weights. norms: `sequence_norms` or `prefix_norms` of otb.exact_norms.
         """
         output, own_mask = step.output, response_mask(step.output)
         ids, attention_mask = prompts_with_responses(output)
@@ -105,9 +111,9 @@ class Passes(Method):
             )
 
     def _probabilities(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Returns log pi and log sum pi^2 (B, C) of the policy that sampled, from TRL's pass where it made one."""
+        """Returns log pi and log sum pi^2 (B, C) of the policy that sampled, from TRL's pass if it made one."""
         for log_probs, log_sum_sq_probs in self._passes:
-            # Under LoRA the reference model's pass runs through the same model: only identity tells them apart.
+            # Under LoRA the reference model's pass uses the same model, so only identity shows which pass this was.
             if log_probs is step.output.get("old_per_token_logps"):
                 return log_probs, log_sum_sq_probs
         return self.extra(step, keep=True)
@@ -115,11 +121,11 @@ class Passes(Method):
     # ---- the extra pass
 
     def extra(self, step: Step, reduced: list | None = None, keep: bool = False) -> tuple[Tensor, Tensor]:
-        """Makes a forward in which rollouts of similar length stand together.
+        """Makes one forward over the rollouts, in chunks of similar length.
 
-        A padded batch is mostly padding where lengths differ; sorting it takes a third off this pass and more.
-        reduced: receives (rows of the batch, kept, totals) of each chunk, what the baseline's `reduce` returned for it.
-        keep: let the loss take this pass, if it can. -> log pi and log sum pi^2 (B, C), without gradient.
+        If lengths differ, most of a padded batch is padding; sorting saves a third of this pass or more.
+        reduced: gets (rows of the batch, kept, totals) per chunk; kept and totals are what the baseline's `reduce`
+        returned. keep: let the loss reuse this pass, if it can. -> log pi and log sum pi^2 (B, C), without gradient.
         """
         output = step.output
         ids, attention_mask = prompts_with_responses(output)
@@ -158,18 +164,18 @@ class Passes(Method):
         log_probs, log_sum_sq_probs, *entropies = in_order(parts, width_of_all)
         if keep:
             self.trainer.lean.keep(output, log_probs, entropies[0], learns)
-            # Less time than nothing: it is counted with the loss, which is what remains of a step.
+            # Subtracted: this pass replaces the loss's forward, so its time is booked under loss.
             self.trainer.add_seconds("advantages", started - time.perf_counter())
         return log_probs.detach(), log_sum_sq_probs.detach()
 
     def _may_learn(self, own: OwnTokens) -> Tensor:
-        """Tells which rollouts of a lone process will have an advantage that is not 0, -> (B,) bool, by a guess.
+        """Guesses which rollouts will have an advantage other than 0, -> (B,) bool. Only for a single process.
 
-        The baseline is asked with 1 in the place of the norms that are not known yet: where rewards are equal, whether
-        the advantage is 0 does not depend on them. What was not foreseen costs a second forward, and what was foreseen
-        in vain a graph.
+        The norms are not known yet, so the baseline is computed with all norms set to 1. Where the rewards of a group
+        are equal, this does not change whether the advantage is 0. A missed rollout costs a second forward; a false
+        alarm costs an unused graph.
         """
-        if baselines.carries_state(self.baseline) or "hidden_states" in self.needs:  # what it reads is not there yet
+        if baselines.carries_state(self.baseline) or "hidden_states" in self.needs:  # its inputs are not known yet
             return torch.ones(len(own.mask), dtype=torch.bool, device=own.mask.device)
         ones = self.trainer.in_groups(own.own.float())
         rollouts = RolloutGroups(
@@ -185,7 +191,7 @@ class Passes(Method):
 
     @contextmanager
     def _as_measurement(self) -> Iterator[None]:
-        """Makes passes inside draw no dropout and keep nothing for a backward."""
+        """Makes passes inside the block draw no dropout and keep no graph."""
         checkpointing_off = disable_gradient_checkpointing(
             self.trainer.model, self.trainer.args.gradient_checkpointing_kwargs
         )
@@ -194,14 +200,14 @@ class Passes(Method):
 
     @property
     def _watched_for_weights(self) -> str:
-        """What the signal of the token weights is made of, `TokenWeights.measure`; "" where nothing is measured."""
+        """The quantity that token weights need, `TokenWeights.measure`; "" for none."""
         return self.token_weights.measure if self.token_weights else ""
 
     def _watched_pass(self, ids: Tensor, attention_mask: Tensor, width: int, compute_entropy: bool):
-        """Makes the forward of one chunk, and one of the base where token weights compare the policy with it.
+        """Makes the forward of one chunk, and one of the base if token weights compare the policy with it.
 
-        -> log pi, log sum pi^2 and, if asked for, entropies; what the signal of the weights is made of or None: each
-        (b, width).
+        -> (log pi, log sum pi^2 and, if asked for, entropies), and the values for the signal of the token weights or
+        None. All tensors are (b, width).
         """
         measure = self._watched_for_weights
         states = self.token_weights.states if self.token_weights and measure == "residuals" else None
@@ -216,7 +222,7 @@ class Passes(Method):
             return passed, {"log_probs": log_probs, "entropies": entropies}.get(measure)
         without_adapter = adapters.disabled(self.trainer.accelerator.unwrap_model(self.trainer.model))
         with without_adapter, self._hidden_states(states) as of_base:
-            scored = width if states is None else 1  # hidden states need no LM head
+            scored = width if states is None else 1  # if hidden states are compared, the LM head's output is not read
             of_base_log_probs, *_ = self.trainer.passed(self.trainer.model, *part, scored, below=self)
         if states is None:
             return passed, log_probs - of_base_log_probs
@@ -224,9 +230,9 @@ class Passes(Method):
         return passed, residuals(of_policy.pop()[:, predicting], of_base.pop()[:, predicting])
 
     def _signals_and_factors(self, own: OwnTokens, watched: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Returns signals (B, T) and factors (B, T or 1) of the token weights; None for what there is not.
+        """Returns signals (B, T) and factors (B, T or 1) of the token weights, each None if not used.
 
-        watched: (B, C) as `_watched_pass` returns it.
+        watched: (B, C), as `_watched_pass` returns it.
         """
         if self.token_weights is None:
             return None, None
@@ -236,7 +242,8 @@ class Passes(Method):
     def _token_states(self, output: dict, rows: Tensor, hidden_states: Tensor, log_probs, log_sum_sq_probs):
         """Returns the TokenStates of rows (b,) of the batch.
 
-        hidden_states (b, width, d), log_probs and log_sum_sq_probs (b, width): of the first positions of the response.
+        hidden_states (b, width, d), log_probs and log_sum_sq_probs (b, width) belong to the first positions of the
+        response.
         """
         width = hidden_states.size(1)
         own = OwnTokens(response_mask(output)[rows, :width])
@@ -255,25 +262,25 @@ class Passes(Method):
 
     @contextmanager
     def _hidden_states(self, states: str | None) -> Iterator[list[Tensor]]:
-        """Collects the final hidden states (B, L, d) of each forward inside, as `adapters.collected_states` names them.
+        """Collects the final hidden states (B, L, d) of each forward inside the block.
 
-        states: None for a pass that needs none.
+        states: as in `adapters.collected_states`; None collects nothing.
         """
         if states is None:
             yield []
             return
-        backbone: Any = self.trainer.causal_model().base_model  # a module; torch's stubs say "or a tensor"
+        backbone: Any = self.trainer.causal_model().base_model  # a module, although torch's stubs allow a tensor
         with adapters.collected_states(backbone, states) as collected:
             yield collected
 
-    # ---- every pass: TRL's, which also returns log sum pi^2 where it is asked for
+    # ---- every pass is TRL's, and also returns log sum pi^2 on request
 
     @contextmanager
     def while_sampling(self) -> Iterator[None]:
-        """Makes TRL's passes without gradient return log sum pi^2 as well, where score norms can be taken from them.
+        """Makes TRL's passes without gradient also return log sum pi^2, if these passes suffice for the score norms.
 
-        They know neither tool tokens nor rewards, which `reduce` needs, and they have the dropout of training, which
-        token weights must not see: both take an extra pass.
+        They do not suffice for `reduce`, which needs tool masks and rewards, nor for token weights, which must not see
+        the dropout of training. Both need an extra pass.
         """
         self._passes = []
         with self._recording(self.needs_score_norms and not self.always_extra):
@@ -301,9 +308,9 @@ class Passes(Method):
 
     @contextmanager
     def _log_sum_sq_probs_head(self, with_entropy: bool) -> Iterator[list[Tensor]]:
-        """Makes TRL's fused LM head return log sum pi^2 too, for one pass and without (B, C, V) logits.
+        """Makes TRL's fused LM head also return log sum pi^2 during one pass, without (B, C, V) logits.
 
-        The list collects it per chunk of TRL's pass. A second head that stayed would cost more per step.
+        Yields a list that collects it per chunk of TRL's pass. Keeping a second head installed would slow every step.
         """
         model = self.trainer.causal_model()
         trl_forward, collected = model.forward, []
@@ -329,7 +336,7 @@ class Passes(Method):
 
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """Puts the model into evaluation mode inside: a measurement draws nothing from the random state of training."""
+    """Puts the model into evaluation mode inside the block, so a measurement uses no random numbers of training."""
     was_training = model.training
     model.eval()
     try:
@@ -339,7 +346,7 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
 
 
 def proxy(output: dict, log_probs: Tensor, log_sum_sq_probs: Tensor) -> Tensor:
-    """Returns w (B, C) of every position, times rho^2 where `output` has TRL's correction for the sampler."""
+    """Returns the proxy w (B, C) of every position, times rho^2 if `output` has TRL's correction for the sampler."""
     w = logit_gradient_proxy(log_probs, log_sum_sq_probs)
     rho = output.get("importance_sampling_ratio")  # (B, C) or (B, 1)
     return w if rho is None else w * rho[:, : w.size(1)].square()
@@ -348,7 +355,7 @@ def proxy(output: dict, log_probs: Tensor, log_sum_sq_probs: Tensor) -> Tensor:
 def joined_rows(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tensor]:
     """Puts the rows of chunks back into the order of the batch.
 
-    parts: (rows (b,), name -> tensor (b, ...)) of each chunk; a second dimension that differs is padded with 0.
+    parts: (rows (b,), name -> tensor (b, ...)) of each chunk. If second dimensions differ, they are padded with 0.
     -> name -> tensor (B, ...).
     """
     place = torch.cat([rows for rows, _ in parts]).argsort()

@@ -1,9 +1,9 @@
-"""OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`.
+"""Defines OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`.
 
-One subclass, and no method of TRL is copied. A step is the section "the step" below, in the order in which TRL calls
-it. Everything beside the baseline is a `Method` (otb/methods/__init__.py) in `self.methods`: `passes` makes the
-forwards that the baseline needs, `lean` leaves out of the loss what has no gradient, the others are off unless asked
-for. otb/seams.py lists every private name of TRL that this project relies on.
+It is one subclass and copies no method of TRL. The section "the step" below lists the hooks in the order in which TRL
+calls them. Everything besides the baseline is a `Method` (otb/methods/__init__.py) in `self.methods`. `passes` makes
+the forwards that the baseline needs, and `lean` skips the parts of the loss that have no gradient; most other methods
+are off by default. otb/seams.py lists every private name of TRL that this project relies on.
 """
 
 from __future__ import annotations
@@ -49,32 +49,35 @@ from otb.training.options import refuse, refuse_generation_config
 from otb.training.passes import Passes
 
 __all__ = ["OTBConfig", "OTBTrainer"]
-BASELINE_STATE = "baseline.pt"  # the file in a checkpoint that holds the state of a baseline that learns
+BASELINE_STATE = "baseline.pt"  # file in a checkpoint: the state of a baseline that learns
 
 
 class OTBTrainer(GRPOTrainer):
-    """A drop-in for `trl.GRPOTrainer` whose advantages come from `baseline`.
+    """Replaces `trl.GRPOTrainer`; its advantages come from `baseline`.
 
     Args:
-        baseline: A function or object of the contract in `otb.baselines`; the paper's token baseline by default. One
-            that carries state is copied, so that no other trainer learns with it: `trainer.baseline` is the copy.
-        lr_schedule: What the learning rate is multiplied by over the steps, an `otb.schedules.LengthTriggeredDecay`; it
-            is copied, too. None: as `args.lr_scheduler_type` says.
-        token_weights: What multiplies the advantages token by token (otb/token_weights.py), copied too; None: nothing.
-        improvement: Weighs a second update on the batch before (otb/improvement.py), copied too; None: no such update.
-        auxiliary: A multi-token-prediction head that is trained beside the policy, and what of its loss reaches the
-            policy (otb/auxiliary.py); None: no head.
-        methods: Further `Method`s (otb/methods/__init__.py), called after those above.
+        baseline: A function or object of the contract in `otb.baselines`; the paper's token baseline by default. A
+            baseline with state is copied, so two trainers never share one: `trainer.baseline` is the copy.
+        lr_schedule: Multiplies the learning rate over the steps, an `otb.methods.schedules.LengthTriggeredDecay`. The
+            trainer copies it. None: `args.lr_scheduler_type` decides.
+        token_weights: Multiplies the advantages token by token, an `otb.methods.token_weights.TokenWeights`. The
+            trainer copies it. None: no weights.
+        improvement: Weighs a second update on the previous batch, an `otb.methods.improvement.PolicyImprovement`. The
+            trainer copies it. None: no such update.
+        auxiliary: Describes a multi-token-prediction head that is trained with the policy, and how its loss acts on the
+            policy, an `otb.methods.auxiliary.MultiTokenPrediction`. None: no head.
+        methods: Further `Method`s (otb/methods/__init__.py), called after the trainer's own.
         args: An OTBConfig. A plain GRPOConfig works too; its `scale_rewards` then has no effect.
-        Everything else is as in `trl.GRPOTrainer`.
+        All other arguments are as in `trl.GRPOTrainer`.
 
     Raises:
-        ValueError: An option makes no sense with the baseline; raised before the model is loaded.
+        ValueError: An option does not work with the baseline or with another option. Most of these errors are raised
+            before the model is loaded.
     """
 
     _tag_names = ["trl", "otb"]
     _name = "OTB"
-    words = Options  # of whoever is refused
+    words = Options  # the vocabulary of refusals: a script's, or a run's in RunTrainer
     _buffered_inputs: list[dict] | None  # TRL's micro-batches of the last generation
     lr_scheduler: Any
 
@@ -105,7 +108,7 @@ class OTBTrainer(GRPOTrainer):
         self.passes = Passes(self.baseline, self.token_weights, self._needs_score_norms)
         self.lean, self.tool_rollouts = LeanLoss(), ToolRollouts()
         sampler_dtype = getattr(args, "sampler_dtype", None)
-        self.methods: list[Method] = [  # in this order at every moment of a step; the innermost first
+        self.methods: list[Method] = [  # called in this order; the first is the innermost
             *([ImprovementUpdate(self.improvement)] if self.improvement else []),
             self.lean,
             self.passes,
@@ -125,9 +128,9 @@ class OTBTrainer(GRPOTrainer):
         self.sampled_tokens = torch.zeros(0, 2)  # (B, 2) of the last generation: own tokens; own and tool tokens
         self._rewards_per_function: Tensor | None = None  # (P * G, reward functions), of all processes
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        if self.use_vllm:  # its engine has seeded this process with its own number, the same for every run
+        if self.use_vllm:  # vLLM's engine has seeded this process with a fixed number
             set_seed(self.args.seed, device_specific=True)
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # the launcher may have said so
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # the launcher may have asked for it
             self.asked = self.asked.but(sharded=True)
             refuse(self.asked)
         if not self.use_vllm:
@@ -140,7 +143,7 @@ class OTBTrainer(GRPOTrainer):
         keep_float32_outputs(self.accelerator)  # before TRL wraps the reference model
 
     def _asked(self, given: dict[str, Any], auxiliary: MultiTokenPrediction | None) -> Options:
-        """Returns the options as refusals read them. given: arguments of GRPOTrainer by name."""
+        """Returns the options in the form that refusals read. given: arguments of GRPOTrainer by name."""
         args = given["args"]
         return self.words(
             args,
@@ -158,7 +161,7 @@ class OTBTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)  # makes new rollouts where they are due
+        inputs = super()._prepare_inputs(generation_batch)  # makes new rollouts if they are due
         if not self.model.training:
             return inputs
         if self._buffered_inputs is not before:  # TRL has cut new rollouts into micro-batches
@@ -206,7 +209,7 @@ class OTBTrainer(GRPOTrainer):
         return self._rewards_per_function
 
     def _replace_advantages(self, output: dict) -> None:
-        """Puts the baseline's advantages, (B,) or (B, C), in the place of TRL's group-mean ones (B,)."""
+        """Replaces TRL's group-mean advantages (B,) with the baseline's, (B,) or (B, C)."""
         for method in self.methods:
             method.begin(output)
         step = Step(output, OwnTokens(response_mask(output)))
@@ -238,7 +241,7 @@ class OTBTrainer(GRPOTrainer):
         return loss
 
     def _get_grad_norm(self, *args, **kwargs):
-        """Returns the norm of the gradient of all processes before clipping; asked once, before an optimizer step."""
+        """Returns the gradient norm over all processes, before clipping. transformers calls it once per step."""
         norm = super()._get_grad_norm(*args, **kwargs)
         for method in self.methods:
             norm = method.gradient(norm)
@@ -257,10 +260,13 @@ class OTBTrainer(GRPOTrainer):
                 self.lr_scheduler, self._created_lr_scheduler = made, True
         return super().create_scheduler(num_training_steps, optimizer)
 
-    # ---- what methods ask for
+    # ---- services for methods
 
     def around(self, moment: str, make: Callable, below: Method | None = None) -> Callable:
-        """Returns `make` surrounded by this hook of every method. below: only of those before this one in the list."""
+        """Returns `make` wrapped in the hook `moment` of every method.
+
+        below: wrap it only in methods that come before this one in the list; None: in all of them.
+        """
         for method in self.methods:
             if method is below:
                 break
@@ -268,28 +274,31 @@ class OTBTrainer(GRPOTrainer):
         return make
 
     def passed(self, model, *part, below: Method | None = None, **kwargs):
-        """Makes one pass of the model through the methods, or only through those before `below` in the list."""
+        """Makes one forward of the model, wrapped in the methods. below: as in `around`."""
         make = self.around("around_pass", super()._get_per_token_logps_and_entropies, below)
         return make(model, *part, **kwargs)
 
     def rendered(self, tool_messages: list[dict]) -> list[int]:
-        """Returns TRL's tokens from a tool call to the next turn."""
+        """Returns the tokens that TRL puts between a tool call and the next turn: the replies in the chat template."""
         return super()._get_tool_suffix_ids(tool_messages)
 
     def causal_model(self):
-        """Returns the transformers model with the LM head, beneath what wraps it for several processes or for LoRA."""
+        """Returns the transformers model with the LM head, without the wrappers for several processes and for LoRA."""
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def summed_rewards(self) -> Tensor:
-        """Returns the weighted sums of the reward functions, (P * G,) of all processes; NaN for unscored rollouts."""
+        """Returns the weighted sums of the reward functions, (P * G,) over all processes; NaN for unscored rollouts."""
         assert self._rewards_per_function is not None, "rewards come before their sums"
         weights = self.reward_weights.to(self._rewards_per_function.device)
         rewards = (self._rewards_per_function * weights).nansum(dim=1)
         return rewards.masked_fill(self._rewards_per_function.isnan().all(dim=1), torch.nan)
 
     def gathered(self, rows: Tensor) -> Tensor:
-        """Collects rows of all processes. (B, ...) -> (P, G, ...); a second dimension that differs is padded with 0."""
+        """Collects the rows of all processes into prompt groups: (B, ...) -> (P, G, ...).
+
+        If the second dimension differs between processes, it is padded with 0.
+        """
         if rows.dim() > 1:
             rows = self.accelerator.pad_across_processes(rows, dim=1)
         return self.in_groups(self.accelerator.gather(rows))
@@ -299,20 +308,20 @@ class OTBTrainer(GRPOTrainer):
         return rows.unflatten(0, (-1, self.num_generations))
 
     def record(self, metrics: dict[str, float], mode: str = "train") -> None:
-        """Hands metrics of the step to TRL, which logs their mean over the passes since the last log."""
+        """Hands metrics of the step to TRL, which logs the mean of all values since the last log."""
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
     def add_seconds(self, part: str, seconds: float) -> None:
-        """Adds to the time that a part of this step has taken."""
+        """Adds `seconds` to the time that a part of this step has taken."""
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     # ---- parts of the step
 
     def _counted(self, prompts):
-        """Lets TRL sample, counts the tokens and notes how each rollout ended.
+        """Lets TRL sample, counts the tokens and records how each rollout ended.
 
-        Tokens are counted here because TRL masks truncated rollouts later, and sampled tokens were paid for.
+        Tokens are counted here because TRL later masks truncated rollouts, although sampling them cost time.
         """
         generated = super()._generate(prompts)
         _, completion_ids, tool_mask, *_ = generated
@@ -328,9 +337,9 @@ class OTBTrainer(GRPOTrainer):
         return (*self.eos_token_ids, self._tokenizer.pad_token_id)
 
     def _gathered_groups(self, own: OwnTokens, totals: dict, reduced: dict, **measured: Tensor) -> RolloutGroups:
-        """Returns the prompt groups of all processes, from what each of them measured.
+        """Returns the prompt groups of all processes, built from each process's measurements.
 
-        reduced, measured: rows (B, ...) of this process; totals: tensors of any shape, which are summed.
+        reduced, measured: rows (B, ...) of this process. totals: tensors of any shape, summed over the processes.
         """
         lengths = self.gathered(own.lengths)
         measured = {name: self.gathered(rows) for name, rows in measured.items()}
@@ -345,7 +354,7 @@ class OTBTrainer(GRPOTrainer):
         )
 
     def _of_this_process(self, advantages: Tensor, own: OwnTokens) -> Tensor:
-        """Returns advantages as TRL's loss takes them. (P, G, T or 1) of all processes -> (B, C) or (B,)."""
+        """Returns this process's advantages in the layout of TRL's loss: (P, G, T or 1) -> (B, C) or (B,)."""
         local = slice(self.accelerator.process_index * len(own.mask), None)
         packed = advantages.flatten(0, 1)[local][: len(own.mask)]  # (B, T or 1): groups may span processes
         return packed[:, 0] if advantages.shape[-1] == 1 else own.unpack(packed[:, : own.width])
@@ -356,24 +365,25 @@ class OTBTrainer(GRPOTrainer):
         metrics = length_metrics(own_tokens) | reward_metrics(rollouts)
         metrics |= advantage_metrics(rollouts, step.baseline, advantages)
         if self._needs_score_norms:
+            # The score norms already contain the factors of token weights, so the advantages must not.
             before_weights = advantages if step.factors is None else advantages_of(rollouts, step.baseline)
-            metrics |= energy_metrics(rollouts, before_weights)  # whose factors are in the score norms
+            metrics |= energy_metrics(rollouts, before_weights)
         if "tool_mask" in output:
             metrics["tool_tokens"] = int((all_tokens - own_tokens).sum())
         if len(self.reward_funcs) > 1 or self.reward_weights[0] != 1:
-            metrics.pop("accuracy", None)  # a weighted sum is no grade
+            metrics.pop("accuracy", None)  # a weighted sum is not a grade
         self.record(metrics)
-        # TRL's completions table would show the advantages of its own baseline: show the mean of those in use.
+        # TRL's table of completions holds the advantages of its own baseline: replace them by each rollout's mean.
         counts = rollouts.lengths.flatten().clamp(min=1) if advantages.shape[-1] > 1 else 1
         for _ in range(rollouts.rewards.numel()):
             self._logs["advantages"].pop()
         self._logs["advantages"].extend((advantages.flatten(0, 1).sum(-1) / counts).tolist())
 
-    # ---- the state of what learns, in every checkpoint beside the optimizer's
+    # ---- checkpoints also hold the state of the baseline and of the methods
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save:  # all processes hold the same
+        if self.args.should_save:  # the state is the same in all processes
             for file, learner in self._learners().items():
                 torch.save(learner.state_dict(), os.path.join(output_dir, file))
         for method in self.methods:
@@ -387,21 +397,21 @@ class OTBTrainer(GRPOTrainer):
             file = os.path.join(checkpoint, name)
             if not os.path.exists(file):
                 raise ValueError(
-                    f"{checkpoint} has no {name}, and {baselines.name_of(learner)} continues from the state of earlier "
-                    "steps. Resume from a checkpoint of a run with it, or start anew."
+                    f"{checkpoint} has no {name}, but {baselines.name_of(learner)} continues from the state of earlier "
+                    "steps. Resume from a checkpoint of a run that used it, or start anew."
                 )
             learner.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         for method in self.methods:
             method.load(checkpoint)
 
     def _learners(self) -> dict[str, Any]:
-        """Returns what carries state from step to step, by the file in a checkpoint that holds it."""
+        """Returns the objects that carry state from step to step: file in a checkpoint -> object."""
         learners = {BASELINE_STATE: self.baseline} if baselines.carries_state(self.baseline) else {}
         for method in self.methods:
             learners |= method.learners()
         return learners
 
-    # ---- evaluation leaves the training trajectory alone
+    # ---- an evaluation does not change training
 
     def evaluate(self, *args, **kwargs):
         with isolated_random_state():
@@ -409,19 +419,23 @@ class OTBTrainer(GRPOTrainer):
 
 
 def refuse_undeclared(baseline: Callable, advantages: Tensor) -> None:
-    """Raises ValueError for a baseline that returns a value per token and has not declared it."""
+    """Raises ValueError if a baseline returns one value per token without declaring it.
+
+    advantages: (P, G, T) or (P, G, 1).
+    """
     if advantages.shape[-1] > 1 and not baselines.is_per_token(baseline):
         raise ValueError(
-            f"baseline {baselines.name_of(baseline)} returned one value per token and has not declared it, so "
-            "that options which need one per rollout were not refused. Declare it: @declare(per_token=True)."
+            f"baseline {baselines.name_of(baseline)} returned one value per token without declaring it, so options "
+            "that need one value per rollout were not refused. Declare it: @declare(per_token=True)."
         )
 
 
 def keep_float32_outputs(accelerator) -> None:
-    """Lets FSDP2 compute in bfloat16 but hand out the log-probs in float32, and reduce gradients in float32.
+    """Makes FSDP2 compute in bfloat16, but return log-probs and reduce gradients in float32.
 
-    accelerate's own policy casts what the model returns to bfloat16: eight bits of a log-prob make importance ratios
-    and score norms near pi = 1 wrong. Call it before the model is wrapped. Nothing happens without FSDP2 and bfloat16.
+    accelerate's own policy casts the model's output to bfloat16. A log-prob with eight bits gives wrong importance
+    ratios, and wrong score norms near pi = 1. Call it before the model is wrapped. Without FSDP2 and bfloat16 it does
+    nothing.
     """
     if not accelerator.is_fsdp2 or accelerator.mixed_precision != "bf16":
         return

@@ -1,12 +1,17 @@
-"""Computes the push of estimators on a decision of a policy, for study/scripts/decision.py, which says what it is."""
+"""Computes the push of estimators on a decision of a policy. study/scripts/decision.py prints it.
+
+A rollout decides at the first place where it emits either of two tokens. Treat the log-odds of the first token over
+the second, at all these places, as one parameter: an estimator's push is its gradient with respect to it, the mean over
+rollouts of A (c - p). Here c is 1 if the rollout took the first token and else 0, p is the policy's probability of the
+first among the two, and A is the advantage of that token. A rollout that never decides counts as 0. RLOO's push is the
+true gradient on average. Intervals are over prompts.
+"""
 
 from __future__ import annotations
 
-import argparse
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +31,11 @@ from otb.errors import RunError
 from otb.laboratory.estimators import Prompt, fitted, rollout_advantages
 from otb.laboratory.moments import partitions
 from otb.laboratory.scores import Rollout, measure
-from study.scripts.tiny_sampler import TinySampler, task_without_tools, tiny_sampler
+from study.scripts.tiny_sampler import TinySampler, single_turn_task, tiny_sampler
 
 ESTIMATORS = ("rloo", "otb", "otb_loo", "sequence_energy", "energy_probe", "group_mean", "none")
+TASK, FIRST, SECOND = "arithmetic_long", "check ", r"\boxed{"
+ROLLOUTS, GROUP_SIZE = 32, 4  # of each prompt
 PROMPTS_AT_ONCE, PARTITIONS = 8, 8
 FIT_STEPS, PROMPTS_PER_STEP = 10, 16  # from which baselines that learn have learned before they are measured
 
@@ -171,10 +178,10 @@ def push_table(samples: list[Sample], first: str, group_size: int) -> pd.DataFra
 
 
 def parts_table(found: list[PromptDecisions], first: str, group_size: int) -> pd.DataFrame:
-    """Returns what OTB's push is made of, where a rollout is in its own baseline with the share omega of the energy.
+    """Splits OTB's push into parts. A rollout is in its own baseline, with a share omega of the energy.
 
-    The damping by 1 / N on average, as of `group_mean`; what omega adds as far as it does not hang on the choice; and
-    as far as it does.
+    The parts: the damping by 1 / N on average, which `group_mean` has too; the effect of omega before the choice; and
+    the effect of the energy of the choice itself.
     """
     shrunk = mean_pushes(rloo, found, group_size) * (1 - 1 / group_size)
     before = mean_pushes(otb, map(whatever_is_chosen, found), group_size)
@@ -225,30 +232,17 @@ def ratio_of_sums(paired: np.ndarray) -> np.ndarray:
         return sums[..., 0] / sums[..., 1]
 
 
-def tables(options: argparse.Namespace) -> list[pd.DataFrame]:
-    """Measures what was typed and returns the tables to show. Raises RunError for what cannot be measured."""
-    task = task_without_tools(options.task)
-    check(options, len(task.train_dataset()))
-    first, size, samples = options.first, options.group_size, []
-    for number, folder in enumerate(options.policy):  # each with its own prompts: their noise is not shared
+def tables(policies: Sequence[str | None], prompts: int) -> list[pd.DataFrame]:
+    """Measures policies, each with `prompts` prompts of its own, and returns the tables to show.
+
+    policies: folders of checkpoints; None for the warm-started one.
+    """
+    task, samples = single_turn_task(TASK), []
+    for number, folder in enumerate(policies):
         source = tiny_sampler(task, folder, "runs/decision")
-        tokens = two_tokens(source.tokenizer, first, options.second)
-        prompts = range(number * options.prompts, (number + 1) * options.prompts)
-        samples.append(sampled(source, tokens, prompts, options.rollouts, size))
+        tokens = two_tokens(source.tokenizer, FIRST, SECOND)
+        rows = range(number * prompts, (number + 1) * prompts)
+        samples.append(sampled(source, tokens, rows, ROLLOUTS, GROUP_SIZE))
     found = [decisions for sample in samples for decisions in sample.decisions]
-    shown = rollouts_table(found, first), push_table(samples, first, size)
-    return [*shown, parts_table(found, first, size), halves_table(found, first, size)]
-
-
-def check(options: argparse.Namespace, prompts: int) -> None:
-    """Raises RunError for what cannot be measured as typed. prompts: how many the task has."""
-    if not 2 <= options.group_size <= options.rollouts / 2:
-        raise RunError(
-            f"--group-size {options.group_size} must be from 2 to {options.rollouts // 2}, half of --rollouts."
-        )
-    for folder in options.policy:
-        if folder is not None and not Path(folder).is_dir():
-            raise RunError(f"--policy {folder} is no folder. Give RUN/checkpoints/step-XXXXXXXX.")
-    most = (prompts - FIT_STEPS * PROMPTS_PER_STEP) // len(options.policy)
-    if not 1 <= options.prompts <= most:
-        raise RunError(f"--prompts {options.prompts} must be from 1 to {most}: the task has no more for each policy.")
+    shown = rollouts_table(found, FIRST), push_table(samples, FIRST, GROUP_SIZE)
+    return [*shown, parts_table(found, FIRST, GROUP_SIZE), halves_table(found, FIRST, GROUP_SIZE)]

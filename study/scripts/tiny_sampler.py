@@ -1,4 +1,4 @@
-"""Opens what samples the tiny policy on a task, for commands that look into single rollouts."""
+"""Opens a sampler of the tiny policy on a task, for the scripts that look into single rollouts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hydra import compose, initialize_config_dir
 from transformers import AutoTokenizer
 
 from experiments.running.build import build
-from experiments.running.command_line import CONF, near_miss
-from otb.errors import RunError
+from experiments.running.command_line import CONF
 from otb.laboratory.sampling import Sampler
 from otb.policies.models import TINY, load_model, policy_folder
 
@@ -23,16 +22,10 @@ class TinySampler(NamedTuple):
     sampler: Sampler
 
 
-def task_without_tools(name: str):
-    """Builds a task of conf/task. Raises RunError where there is none of that name, or it has tools."""
-    known = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
-    if name not in known:
-        raise RunError(f"{name} is no task.{near_miss(name, known)} Known: {known}.")
+def single_turn_task(name: str):
+    """Returns a single-turn task of conf/task."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        task = build(compose("config", [f"task={name}"]), "task")
-    if task.environment is not None:
-        raise RunError(f"{name} has tools, which this command does not run. Try arithmetic_long.")
-    return task
+        return build(compose("config", [f"task={name}"]), "task")
 
 
 def tiny_sampler(task, folder: str | None, scratch: str) -> TinySampler:

@@ -1,4 +1,4 @@
-"""Measured gradient noise: the estimator, what the hooks see, and the trainer against gradients of single groups."""
+"""Tests the noise estimator and its hooks by themselves, and the trainer against gradients of single groups."""
 
 import copy
 
@@ -16,7 +16,7 @@ from tests.support.trainers import group_gradients
 
 
 def test_noise_and_signal_are_unbiased():
-    """Gradients of 8 groups in micro-batches of 2; mean (1, 2, 0), covariance diag(1, 4, 9): 14 and 5."""
+    """8 groups in micro-batches of 2 have mean (1, 2, 0) and covariance diag(1, 4, 9): noise 14, signal 5."""
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn(20_000, 8, 3, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0])
     draws = draws + torch.tensor([1.0, 2.0, 0.0])
@@ -50,7 +50,7 @@ def test_rows_are_put_back_in_their_order():
 
 
 class Literal(OTBTrainer):
-    """Keeps the gradient of every prompt group, computed one by one before the weights change."""
+    """Keeps the gradient of every prompt group, computed separately before the weights change."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -69,7 +69,7 @@ def trained(tmp_path, model, tokenizer, kind=Literal, baseline=otb, peft_config=
     [
         dict(),
         dict(baseline=grpo),
-        dict(baseline=otb_exact),  # its backward passes go through the same hooks
+        dict(baseline=otb_exact),  # its backward passes run the same hooks
         dict(max_grad_norm=0.0, temperature=0.7),
         dict(max_grad_norm=1e-6),
         dict(per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=2),
@@ -106,7 +106,7 @@ def test_measuring_changes_training_by_rounding_only(tmp_path, untrained, tokeni
         trainer = trained(tmp_path, copy.deepcopy(untrained), tokenizer, OTBTrainer, **options)
         return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
-    # one step: the sums of a step are reordered, and Adam divides what is left of a gradient near 0 by itself
+    # one step only: sums are reordered, and Adam turns the rounding of a gradient near 0 into a full step
     options = dict(max_steps=1, optim="sgd", learning_rate=1.0)
     torch.testing.assert_close(
         weights(**options), weights(measure_gradient_noise=False, **options), atol=1e-6, rtol=1e-5

@@ -1,4 +1,4 @@
-"""PIPO's weights and scaled advantages, against numbers worked out by hand; what the command refuses."""
+"""Tests PIPO's weights and scaled advantages against numbers worked out by hand, and what the command refuses."""
 
 import math
 import random
@@ -21,7 +21,7 @@ def readings(improvement, means) -> list[Reading]:
 
 
 def test_xi_and_phi_follow_from_the_window_before_the_batch():
-    """Windows (.2 .4 .6), (.4 .6 .8), (.6 .8 .2): means .4, .6, .5333; sample deviations .2, .2, .3055."""
+    """Windows (0.2 0.4 0.6), (0.4 0.6 0.8), (0.6 0.8 0.2): means 0.4, 0.6, 0.5333; deviations 0.2, 0.2, 0.3055."""
     means = [0.2, 0.4, 0.6, 0.8, 0.2, 0.5]
     found = readings(PolicyImprovement(window=3, negative_scale=0.1), means)
     assert found[:3] == [Reading(0.2), Reading(0.4), Reading(0.6)], "no weight before the window is full"
@@ -33,7 +33,7 @@ def test_xi_and_phi_follow_from_the_window_before_the_batch():
 
 
 def test_cap_bounds_xi_and_a_window_without_spread_counts_as_one_of_deviation_1():
-    assert readings(PolicyImprovement(window=2, cap=1.5), [0.0, 0.2, 0.9])[-1].phi == 1.5  # .8 / .1414 = 5.66
+    assert readings(PolicyImprovement(window=2, cap=1.5), [0.0, 0.2, 0.9])[-1].phi == 1.5  # 0.8 / 0.1414 = 5.66
     assert readings(PolicyImprovement(window=2, cap=1.5), [0.7, 0.9, 0.0])[-1].phi == pytest.approx(-0.15)
     assert readings(PolicyImprovement(window=2), [0.1, 0.1, 0.6])[-1].xi == pytest.approx(0.5)
     assert readings(PolicyImprovement(window=2), [0.1, 0.1, 0.1])[-1].phi == 0
@@ -68,7 +68,7 @@ def test_shuffled_draws_from_the_xi_of_earlier_batches_alone_and_by_its_seed():
 
 
 def test_shuffled_has_the_weights_of_pipo_without_what_their_sign_says():
-    """Shows 4,000 batches on a plateau: mean weights near .43, signs that agree in half of the cases of either."""
+    """On a plateau of 4,000 batches both means are near 0.43, and the signs agree in half of the cases."""
     draw = random.Random(0)
     means = [draw.gauss(0.5, 0.1) for _ in range(4000)]
     weights = {
@@ -97,8 +97,8 @@ def test_scaled_advantages_are_those_of_the_paper_with_the_shape_over_tokens_kep
     per_rollout = torch.tensor([[0.5, -0.5, -0.5, 0.5], [1e-7, 0.0, 0.0, -1e-7], [1.0, -0.5, 0.0, -0.5]]).unsqueeze(-1)
     lengths = torch.tensor([[2, 1, 2, 2], [1, 1, 1, 1], [2, 2, 0, 1]])
     scales = group_scales(rewards, per_rollout, lengths)
-    assert scales.tolist() == [[2.0], [0.0], [2.0]]  # 4 / (4 x .5), equal rewards, 4 / 2
-    # the same sequence means from tokens: (.2, .8) has mean .5 over two own tokens
+    assert scales.tolist() == [[2.0], [0.0], [2.0]]  # 4 / (4 x 0.5), equal rewards, 4 / 2
+    # the same means per rollout, from tokens: (0.2, 0.8) has mean 0.5 over two own tokens
     per_token = torch.zeros(3, 4, 2)
     per_token[0] = torch.tensor([[0.2, 0.8], [-0.5, 0.0], [-0.5, -0.5], [0.9, 0.1]])
     per_token[2] = torch.tensor([[1.0, 1.0], [-0.3, -0.7], [0.0, 0.0], [-0.5, 0.0]])
@@ -106,7 +106,7 @@ def test_scaled_advantages_are_those_of_the_paper_with_the_shape_over_tokens_kep
 
 
 def test_an_improvement_step_undoes_part_of_a_harmful_update_and_lambda_says_how_much():
-    """A softmax over three arms; the update that is judged pushed the best arm down, and the next mean reward fell."""
+    """The policy is a softmax over three arms. The judged update pushed the best arm down, so the mean reward fell."""
 
     def policy_after(negative_scale) -> list[float]:
         logits, rewards = torch.zeros(3, requires_grad=True), torch.tensor([1.0, 0.0, 0.0])

@@ -1,4 +1,4 @@
-"""Mismatch of trainer and sampler, on tensors whose numbers can be worked out by hand."""
+"""Tests the mismatch of trainer and sampler on tensors whose numbers can be worked out by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The multi-token-prediction head by itself: what it predicts where, lambda on known vectors, losses, refusals."""
+"""Tests the multi-token-prediction head by itself: its predictions, lambda on known vectors, losses, refusals."""
 
 import math
 
@@ -38,7 +38,7 @@ def states_of(model, ids, mask):
 
 
 def naive(head, model, ids, states, temperature):
-    """Log-probs of one row without padding, by full logits: token p from the state of p - 2 and token p - 1."""
+    """Returns log-probs of one row without padding from full logits: token p from state p - 2 and token p - 1."""
     embedded = model.get_input_embeddings()(ids[:, 1:-1])
     predicting = head(states[:, :-2], embedded, torch.ones_like(ids[:, 2:]))
     log_probs = (model.get_output_embeddings()(predicting) / temperature).log_softmax(-1)
@@ -59,7 +59,7 @@ def test_log_probs_stand_at_the_token_that_they_are_of_and_padding_changes_nothi
     padded_mask = torch.nn.functional.pad(mask, (3, 2))
     states = states_of(model, padded, padded_mask)
     of_padded = head_log_probs(head, model, padded, padded_mask, states, 11, 0.7, detached=False)
-    assert predicted(padded_mask, 11).tolist() == [[False] * 2 + [True] * 9]  # of which the last two are padding
+    assert predicted(padded_mask, 11).tolist() == [[False] * 2 + [True] * 9]  # the last two are padding
     torch.testing.assert_close(of_padded[:, 2:9], of_head[:, 2:])
 
 
@@ -75,11 +75,11 @@ def test_a_head_sees_a_token_and_what_is_before_it_but_never_the_one_it_predicts
     before, changed = log_probs(ids), ids.clone()
     changed[0, 5] = ids[0, 5] % 12 + 1
     moved = (log_probs(changed) - before).abs() > 1e-6
-    assert moved.tolist() == [False] * 5 + [True] * 3  # the token itself, and what is predicted from it
+    assert moved.tolist() == [False] * 5 + [True] * 3  # the token itself, and the tokens predicted from it
 
 
 def test_a_head_learns_a_sequence_whose_second_next_token_is_known():
-    """Token p + 2 = token p + 3 mod 10."""
+    """In the sequence, token p + 2 = token p + 3 mod 10."""
     model = small("qwen3")
     head = MTPHead(model, seed=3)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
@@ -118,7 +118,7 @@ OWN = torch.tensor([[True, True, False], [True, True, False]])
 
 def test_lambda_is_a_ratio_of_sums_over_own_tokens():
     c, v2, d2 = products(D, D_HEAD, OWN).tolist()
-    # c = .02 + .02 + .03 + 0 = .07; v2 = .04 + .01 + .01 + .16 = .22; d2 = .01 + .04 + .09 = .14
+    # c = 0.02 + 0.02 + 0.03 + 0 = 0.07; v2 = 0.04 + 0.01 + 0.01 + 0.16 = 0.22; d2 = 0.01 + 0.04 + 0.09 = 0.14
     assert (c, v2, d2) == pytest.approx((0.07, 0.22, 0.14))
     assert ratio_of_sums(c, v2, 1.0, 1e-8, None) == pytest.approx(0.07 / 0.22)
     assert ratio_of_sums(c, v2, 2.0, 0.03, None) == pytest.approx(2 * 0.07 / 0.25)
@@ -137,7 +137,7 @@ def test_lambda_of_two_halves_of_a_batch_is_that_of_the_whole():
 
 def test_lambda_of_the_authors_code_is_a_mean_of_ratios_over_all_positions():
     ratios, positions = mean_of_ratios(D, D_HEAD, 1e-8).tolist()
-    # .5 + 2 - 1 + 3 + 0 + 1 = 5.5 of six positions, the masked ones among them
+    # 0.5 + 2 - 1 + 3 + 0 + 1 = 5.5 of six positions, the masked ones among them
     assert (ratios / positions) == pytest.approx(5.5 / 6, abs=1e-5)
     assert mean_of_ratios(torch.zeros(2, 3), D_HEAD, 1e-8)[0] == 0
 

@@ -1,4 +1,4 @@
-"""Methods by themselves, with a stand-in for the trainer: no TRL, no model."""
+"""Tests methods by themselves, with a stand-in for the trainer and without TRL or a model."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from tests.support.commands import ROOT
 
 
 class Accelerator:
-    """One process."""
+    """Stands in for accelerate with a single process."""
 
     device, num_processes, process_index, is_main_process = torch.device("cpu"), 1, 0, True
 
@@ -31,7 +31,7 @@ class Accelerator:
 
 
 class Trainer:
-    """What a method asks of the trainer; `recorded` keeps the metrics."""
+    """Offers what a method needs of the trainer; `recorded` keeps the metrics."""
 
     def __init__(self, model=None, **args):
         self.accelerator, self.model, self.args = Accelerator(), model, SimpleNamespace(**args)
@@ -100,7 +100,7 @@ def test_rollouts_outside_the_band_leave_the_loss_and_its_normaliser():
 
 
 def test_gradient_noise_is_measured_on_what_each_backward_adds():
-    """Two micro-batches of one group of two rollouts with gradients (6, 0) and (0, 2) over the loss's divisor 2."""
+    """Two micro-batches, each one group of two rollouts, have gradients (6, 0) and (0, 2) over the loss's divisor 2."""
     model = torch.nn.Linear(2, 1, bias=False)
     method, trainer = attached(GradientNoise(), model=model, per_device_train_batch_size=2)
     for gradient in ((3.0, 0.0), (0.0, 1.0)):

@@ -1,4 +1,4 @@
-"""A copy of the policy in another precision samples: what it draws, what is recorded of it, how TRL corrects for it."""
+"""Tests a sampler copy: the tokens that it draws, their recorded log-probs, and TRL's correction for the mismatch."""
 
 import copy
 import math
@@ -27,7 +27,7 @@ MISMATCH = {"log_ppl_abs_diff_mean", "mismatch_kl", "mismatch_k3", "mismatch_chi
 
 
 class KeepingTrainer(OTBTrainer):
-    """Keeps what every generation handed to the loss, with the log-probs of the policy at that moment."""
+    """Keeps every generation's batch for the loss, with the policy's log-probs at that moment."""
 
     def __init__(self, *args, **kwargs):
         self.batches = []
@@ -61,7 +61,7 @@ def test_what_the_sampler_is_said_to_have_given_a_token_is_what_its_own_forward_
     sampled = output["sampling_per_token_logps"][own]
     by_itself = log_probs_of(trainer.vllm_generation.copy, output, trainer.temperature)[own]
     away = (sampled - trained_log_probs[own]).abs()
-    # decoding token by token rounds otherwise than one forward does, and both lie far closer than an old policy would
+    # decoding token by token rounds differently from one forward; an old policy would differ far more
     assert (sampled - by_itself).abs().mean() <= away.mean() < 0.05
     before = log_probs_of(untrained.__class__.from_pretrained(untrained.name_or_path), output, trainer.temperature)[own]
     assert (sampled - before).abs().mean() > 5 * away.mean() > 0
@@ -76,7 +76,7 @@ def test_copy_takes_the_rounded_weights_of_every_step(tmp_path, untrained, token
 
 
 def test_a_copy_of_the_same_precision_is_the_policy_that_samples_itself(tmp_path, untrained, tokenizer, monkeypatch):
-    """The same rollouts, log-probs and weights, bit for bit: the copy differs by its precision and nothing else."""
+    """Rollouts, log-probs and weights are equal bit for bit, because the copy differs only in its precision."""
     monkeypatch.setattr(otb_options, "SAMPLER_DTYPES", ("float32",))
     twin = copy.deepcopy(untrained)
     usual = dict(max_steps=3, vllm_importance_sampling_correction=False)
@@ -103,7 +103,7 @@ def test_importance_ratios_are_those_of_the_two_log_probs_clipped(tmp_path, untr
 
 
 def test_energies_carry_the_squared_ratio_as_they_do_with_vllm(tmp_path, untrained, tokenizer):
-    """Samples at a temperature at which the ratios are far enough from 1 for them to be missed in the advantages."""
+    """At this temperature the ratios are so far from 1 that leaving them out would change the advantages visibly."""
     usual = dict(vllm_importance_sampling_mode="token_truncate", sampler_dtype="bfloat16", temperature=0.1, max_steps=1)
     trainer = recorded(tmp_path, untrained, tokenizer, **usual)
     ((output, expected),) = trainer.batches
@@ -114,7 +114,7 @@ def test_energies_carry_the_squared_ratio_as_they_do_with_vllm(tmp_path, untrain
 
 @pytest.mark.parametrize("baseline", [group_mean, otb], ids=["group_mean", "otb"])
 def test_mismatch_is_measured_without_the_correction_too(tmp_path, untrained, tokenizer, baseline):
-    """The same rollouts with and without it, so the same mismatch; the weights differ."""
+    """Rollouts are the same with and without the correction, and so is the mismatch; only the weights differ."""
     twin, usual = copy.deepcopy(untrained), dict(vllm_importance_sampling_mode="token_truncate")
     on = trained(tmp_path / "on", untrained, tokenizer, baseline, **usual)
     off = trained(tmp_path / "off", twin, tokenizer, baseline, vllm_importance_sampling_correction=False)
@@ -129,7 +129,7 @@ def test_mismatch_is_measured_without_the_correction_too(tmp_path, untrained, to
 
 @pytest.mark.parametrize("baseline", [rloo, otb], ids=["rloo", "otb"])
 def test_dropout_of_training_is_no_mismatch(tmp_path, untrained, tokenizer, baseline):
-    """TRL's pass for the importance ratios has the adapter's dropout; the sampler has none."""
+    """TRL's pass for the importance ratios uses the adapter's dropout, but the sampler has no dropout."""
     usual, found = dict(vllm_importance_sampling_mode="token_truncate"), []
     for dropout in (0.0, 0.3):
         lora = LoraConfig(target_modules="all-linear", r=4, lora_dropout=dropout, init_lora_weights=False)
@@ -177,7 +177,7 @@ def test_responses_are_drawn_a_few_rows_at_a_time(tmp_path, untrained, tokenizer
 
 
 def test_turns_with_tools_keep_each_own_token_beside_its_log_prob(tmp_path, untrained, tokenizer):
-    """The scripted sampler gives its n-th token of a turn the log-prob -n / 8; a tool's tokens have none."""
+    """The scripted sampler gives the n-th token of a turn the log-prob -n / 8; a tool's tokens have none."""
     script = [[call("7"), answer(7)], [answer(7)], [call("1"), call("2"), answer(3)], [answer(3)]]
     trainer = ScriptedTrainer(script, tmp_path, untrained, tokenizer, FakeSandbox(), sampler_dtype="bfloat16")
 

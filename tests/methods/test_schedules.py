@@ -1,4 +1,4 @@
-"""Length-triggered decay: known vectors, what fires it, its state in a checkpoint, and what it is refused beside."""
+"""Tests length-triggered decay: known vectors, its trigger, its state in a checkpoint, and options that exclude it."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ def seen(schedule: LengthTriggeredDecay, lengths, first: int = 0) -> LengthTrigg
 
 
 def decays(schedule: LengthTriggeredDecay, steps: int = 1000) -> dict[int, float]:
-    """Step -> the factor of the learning rate from there on, after the warm-up of 10."""
+    """Returns step -> factor of the learning rate from this step on, after the warm-up of 10."""
     factors = [schedule(step) for step in range(steps)]
     return {step: factors[step] for step in range(10, steps) if factors[step] != factors[step - 1]}
 
@@ -75,7 +75,7 @@ def scheduled(schedule: LengthTriggeredDecay) -> torch.optim.lr_scheduler.Lambda
 
 
 def stepped(scheduler, lengths, first: int) -> list[float]:
-    """The learning rates of so many steps."""
+    """Returns the learning rates of the first steps."""
     rates = []
     for step, length in enumerate(lengths, first):
         scheduler.lr_lambdas[0].observe(step, length)
@@ -87,7 +87,7 @@ def stepped(scheduler, lengths, first: int) -> list[float]:
 
 @pytest.mark.parametrize("kept_at", [30, 110, 150])
 def test_state_that_a_checkpoint_keeps_gives_the_same_tail(kept_at):
-    """Kept before the baseline is complete, at the surge, and after it."""
+    """The state is saved before the baseline is complete, at the surge, and after it."""
     lengths = SURGE + [3500.0] * 300
     whole = stepped(scheduled(LengthTriggeredDecay()), lengths, 0)
     first = scheduled(LengthTriggeredDecay())
@@ -153,7 +153,7 @@ def test_what_goes_with_the_schedule_is_taken():
 
 
 def test_off_the_trainer_is_built_of_the_arguments_that_it_was_built_of_before():
-    """Bit-identity: nothing of the new groups reaches the trainer, and older run directories are the same runs."""
+    """A configuration group that is off passes nothing to the trainer, so older run directories are the same runs."""
     cfg = composed()
     assert checked_methods(cfg) == {} and "sampler_dtype" not in machine_options(cfg)
     new = {"schedule": {"_target_": None}, "rollouts_by": {"name": "hf"}, "seed": 0}
@@ -173,7 +173,7 @@ def rates(trainer) -> list[float]:
 @pytest.mark.filterwarnings("ignore:responses begin with")
 @pytest.mark.parametrize("baseline", [rloo, otb], ids=["rloo", "otb"])
 def test_trainer_feeds_the_schedule_the_mean_own_length_of_each_batch(tmp_path, untrained, tokenizer, baseline):
-    """Responses cannot triple here, so the batch after the first two fires at any length: a ratio just above 1."""
+    """Responses cannot triple here, so a ratio just above 1 lets the batch after the first two fire."""
 
     class Eager(LengthTriggeredDecay):
         def observe(self, step, mean_length):

@@ -1,4 +1,4 @@
-"""MiMo: loaded without code from the hub, and its head read from beside the policy's weights."""
+"""Tests that MiMo loads without code from the hub, and that its head is read from the policy's files."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ DIMENSIONS = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num
 
 
 class Head(nn.Module):
-    """A head as MiMo's own code has it: the layer's parts beside those that mix, all in one module."""
+    """Copies the layout of MiMo's head: the parts of the layer and the parts that mix the inputs are in one module."""
 
     def __init__(self, configuration):
         super().__init__()
@@ -50,13 +50,13 @@ class Head(nn.Module):
 
 @pytest.fixture
 def mimo(tokenizer, tmp_path):
-    """Folder of a small MiMo, laid out as on the hub: its model_type, its remote code, its head. -> folder, head."""
+    """Writes a small MiMo as on the hub, with its model_type, remote code and head. -> folder, head."""
     folder = tmp_path / "mimo"
     torch.manual_seed(0)
     trunk = Qwen2ForCausalLM(
         Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, tie_word_embeddings=False, **DIMENSIONS)
     )
-    nn.init.normal_(trunk.model.norm.weight, 0.5, 0.2)  # at 1, a norm of what it gives would give the same
+    nn.init.normal_(trunk.model.norm.weight, 0.5, 0.2)  # with weight 1, a second norm would change nothing
     trunk.config._attn_implementation = "eager"
     head = Head(trunk.config)
     for parameter in head.parameters():
@@ -76,7 +76,7 @@ def mimo(tokenizer, tmp_path):
 
 
 def in_two_files(folder):
-    """Lays the weights out as large models have them, the head in the second file, beside other weights."""
+    """Splits the weights into two files, as large models do; the second holds the head and other weights."""
     weights = load_file(folder / "model.safetensors")
     names = sorted(weights, key=lambda name: (name.startswith(HEAD), name))
     parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
@@ -112,7 +112,7 @@ def test_a_shipped_head_computes_what_mimo_s_own_does(mimo, files):
 
 
 def cross_entropy(model, head, output) -> float:
-    """-log pi of a head of MiMo's own per own token, row by row without padding; it reads what the last layer gives."""
+    """Returns -log pi of MiMo's head per own token, row by row without padding, from the last layer's output."""
     kept: list = []
     hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
     ids, attention_mask = prompts_with_responses(output)
@@ -129,7 +129,7 @@ def cross_entropy(model, head, output) -> float:
 
 
 class Kept(OTBTrainer):
-    """Keeps the cross-entropy of MiMo's own head on the first batch, before the weights change."""
+    """Keeps the cross-entropy of MiMo's head on the first batch, before the weights change."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)

@@ -1,4 +1,4 @@
-"""Token weights: their mathematics on small tensors, what they do to a baseline's bias, and what is refused."""
+"""Tests token weights: their mathematics on small tensors, a baseline's bias under them, and what is refused."""
 
 import math
 from itertools import product
@@ -50,7 +50,7 @@ def test_factors_have_mean_1_over_own_tokens_and_do_not_change_with_the_scale_of
 @pytest.mark.parametrize("signal", ["arca", "surprisal", "entropy_reduction", "divergence"])
 @pytest.mark.parametrize("normalise", ["trajectory", "running"])
 def test_rollouts_without_a_signal_are_weighted_uniformly_and_exactly(signal, normalise):
-    """Holds in the first step of every run with LoRA: B = 0, so that the adapter has not moved anything."""
+    """The first step of every run with LoRA is such a case: B = 0, so the adapter has not moved anything."""
     weights = TokenWeights(signal, power=2.0, normalise=normalise)
     own = torch.arange(49) < tensor([[49], [7], [0]])
     assert torch.equal(weights.factors(torch.zeros(3, 49), own), own.float())
@@ -135,7 +135,7 @@ def test_metrics_are_means_over_rollouts_and_over_own_tokens():
 def test_running_factors_are_divided_by_the_mean_of_earlier_steps():
     weights = TokenWeights("arca", eps=0.0, normalise="running", decay=0.5)
     signals = tensor([[1.0, 2.0, 3.0, 2.0], [4.0, 0.0, 7.0, 7.0]])
-    assert torch.equal(weights.factors(signals, OWN), OWN.float())  # nothing is known yet
+    assert torch.equal(weights.factors(signals, OWN), OWN.float())  # no step has been seen yet
     weights.update(torch.zeros_like(signals), OWN)  # a step without a signal teaches nothing
     assert torch.equal(weights.factors(signals, OWN), OWN.float())
     weights.update(signals, OWN)  # sum 12 of 6 tokens
@@ -163,7 +163,7 @@ RESIDUALS = (0.5, (0.2, 1.4))  # of the states that predict token 1, and token 2
 
 
 def bias_of_a_baseline(weights: TokenWeights) -> list[float]:
-    """E[sum_t f_t B_t d log pi_t / d logit] with B = 1, of the three logits: what a baseline adds to the gradient."""
+    """Returns E[sum_t f_t B_t d log pi_t / d logit] with B = 1 for the three logits: the bias of a baseline."""
     signals, probabilities, scores = [], [], []
     for first, second in product((0, 1), repeat=2):
         chances = [FIRST if first else 1 - FIRST, SECOND[first] if second else 1 - SECOND[first]]
@@ -186,8 +186,9 @@ def running(signal: str) -> TokenWeights:
 
 
 def test_trajectory_normalisation_makes_a_constant_baseline_biased():
-    # Token 1 is 1: f_1 = 2 x .5 / (.5 + 1.4); it is 0: 2 x .5 / (.5 + .2). E[f_1 s_1] = .3 x .7 x (1 / 1.9 - 1 / .7).
-    # f_2 is settled by the prefix once token 1 is: the bias is that of the first logit.
+    # f_1 = 2 x 0.5 / (0.5 + 1.4) if token 1 is 1, else 2 x 0.5 / (0.5 + 0.2).
+    # E[f_1 s_1] = 0.3 x 0.7 x (1 / 1.9 - 1 / 0.7).
+    # Token 1 determines f_2 through the prefix, so only the first logit has a bias.
     bias = bias_of_a_baseline(TokenWeights("arca", eps=0.0))
     assert bias == pytest.approx([0.3 * 0.7 * (1 / 1.9 - 1 / 0.7), 0, 0], abs=1e-6)
     assert abs(bias[0]) > 0.18

@@ -1,4 +1,4 @@
-"""ToolTrainer inside TRL's tool loop: one test per guard, advantages of multi-turn rollouts, runs that are killed."""
+"""Tests ToolRollouts inside TRL's tool loop: one test per guard, multi-turn advantages, and runs that are killed."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ REPLY = f"\n<|im_start|>user\n<tool_response>%s</tool_response>{END}\n<|im_start
 
 @pytest.fixture
 def trained(monkeypatch, tmp_path, untrained, tokenizer):
-    """script, sandbox -> trainer after one step on it."""
+    """Returns a function: script, sandbox -> trainer after one step on the script."""
     return lambda script, sandbox=None, **options: scripted(
         monkeypatch, script, tmp_path, untrained, tokenizer, sandbox or FakeSandbox(), **options
     )
@@ -140,7 +140,7 @@ def test_a_program_that_exits_or_never_ends_is_told_to_the_policy_and_stops_noth
 
 @needs_bubblewrap
 def test_programs_of_one_turn_are_sent_together_over_all_rollouts(trained, monkeypatch):
-    """The sandbox runs what comes together side by side (tests/sandbox/test_sandbox.py); equal ones are run once."""
+    """The sandbox runs programs of one call in parallel (tests/sandbox/test_sandbox.py); equal programs run once."""
     programs, run_many = [], Bubblewrap.run_many
 
     def counted(self, codes, limits=None):
@@ -266,7 +266,7 @@ def test_otb_advantages_of_multi_turn_rollouts_equal_a_naive_loop(trained):
 
 
 def test_tool_tokens_inserted_anywhere_change_no_advantage(trained, monkeypatch, tokenizer):
-    """Own tokens and their probabilities stay as they are; what Python replies differs in length."""
+    """Own tokens and their probabilities stay the same, while Python's replies differ in length."""
 
     def fixed_norms(output, *probabilities):
         own = (output["completion_mask"] * output["tool_mask"]).cumsum(1)
@@ -290,7 +290,7 @@ def test_tool_tokens_inserted_anywhere_change_no_advantage(trained, monkeypatch,
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
-    """A policy after the first steps of its warm start, which calls Python now and then."""
+    """Returns a policy after the first steps of its warm start, which sometimes calls Python."""
     recipe = WarmStart(steps=60, careful_steps=60, batch=16)
     return str(warm_start(ArithmeticTools(), recipe, tmp_path_factory.mktemp("caller")))
 
@@ -321,7 +321,7 @@ def test_a_tool_run_killed_halfway_equals_an_uninterrupted_one(caller, tmp_path)
 
 @needs_bubblewrap
 def test_rows_of_gsm8k_run_with_tools_through_the_whole_path(caller, tmp_path):
-    """The tiny policy scores about 0 on them: the point is that the path is real."""
+    """The tiny policy scores about 0 on them; the test only checks that the whole path works."""
     folder = tmp_path / "gsm8k"
     folder.mkdir()
     for split in ("train", "test"):
@@ -340,7 +340,7 @@ def test_rows_of_gsm8k_run_with_tools_through_the_whole_path(caller, tmp_path):
 
 
 class Dice:
-    """An environment of somebody else's, with a tool of its own."""
+    """Is an environment from another project, with a different tool."""
 
     def reset(self, **row) -> None:
         pass
@@ -355,7 +355,7 @@ class Dice:
 
 
 def test_another_environment_is_left_to_trls_own_loop(monkeypatch, tmp_path, untrained, tokenizer):
-    """OTBTrainer(environment_factory=...) guards PythonTool alone, and serves any other as GRPOTrainer does."""
+    """OTBTrainer(environment_factory=...) guards only PythonTool, and treats any other as GRPOTrainer does."""
     roll = json.dumps({"name": "roll", "arguments": {"sides": 6}})
     said = iter([f"<tool_call>{roll}</tool_call>{END}", answer(6)])
 

@@ -1,4 +1,4 @@
-"""Improvement updates inside real TRL training steps: against plain forwards and loops, and what must not change."""
+"""Tests improvement updates inside real TRL training, against plain forwards and loops."""
 
 import copy
 
@@ -21,7 +21,7 @@ from tests.support.improvement_updates import (
 )
 from tests.support.trainers import byte_reward, log_probs_of
 
-# Plain gradient steps, so that what an update did to the weights is its gradient; large, so that tokens are clipped.
+# With plain gradient steps, the change of the weights gives the gradient; large steps make tokens clip.
 SGD = dict(optim="sgd", learning_rate=3.0, max_grad_norm=0.0)
 MICRO_BATCHES = dict(per_device_train_batch_size=4, gradient_accumulation_steps=4)
 
@@ -35,7 +35,7 @@ def trained(folder, model, tokenizer, improvement, *, kind=OTBTrainer, baseline=
 
 
 def at(trainer, weights):
-    """The plain model with these weights."""
+    """Returns the plain model with these weights."""
     model = trainer.plain.eval()
     torch.nn.utils.vector_to_parameters(weights, model.parameters())
     return model
@@ -130,7 +130,7 @@ def test_ordinary_update_takes_its_ratio_to_the_policy_before_the_improvement_up
 
 
 def logged(trainer) -> list[dict]:
-    """What was logged, but times and what only improvement updates log."""
+    """Returns the log without times and without the metrics of improvement updates."""
     times = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "step_time"}
     return [
         {name: value for name, value in row.items() if name not in times and not name.startswith("improvement_")}
@@ -148,7 +148,7 @@ def test_before_the_window_is_full_no_bit_changes(tmp_path, untrained, tokenizer
 
 
 def test_rewards_that_are_all_equal_leave_weights_and_momentum_alone(tmp_path, untrained, tokenizer):
-    """The batch after four with spread has none: its own improvement update, a step later, is left out."""
+    """After four batches with spread comes one without; its improvement update, one step later, is left out."""
     calls = []
 
     def reward(completions, **columns):
@@ -164,7 +164,7 @@ def test_rewards_that_are_all_equal_leave_weights_and_momentum_alone(tmp_path, u
 
 
 def test_schedule_and_count_of_steps_move_once_per_step(tmp_path, untrained, tokenizer):
-    """The improvement update has the learning rate of the ordinary update of its step."""
+    """The improvement update uses the same learning rate as the ordinary update of its step."""
     options = dict(max_steps=4, lr_scheduler_type="linear", kind=WatchedTrainer) | SGD
     trainer = trained(tmp_path, untrained, tokenizer, PolicyImprovement("constant", window=2), **options)
     rows = [row for row in trainer.state.log_history if "loss" in row]
@@ -178,7 +178,7 @@ def test_schedule_and_count_of_steps_move_once_per_step(tmp_path, untrained, tok
 def test_update_that_moves_nothing_has_ratio_1_and_leaves_every_metric_of_the_step_alone(
     tmp_path, untrained, tokenizer
 ):
-    """Trains at a learning rate of 0, with gradient noise and a schedule of the learning rate."""
+    """The training has a learning rate of 0, gradient noise and a learning-rate schedule."""
     options = dict(learning_rate=0.0, measure_gradient_noise=True, max_steps=4, baseline=otb) | MICRO_BATCHES
 
     def run(improvement):

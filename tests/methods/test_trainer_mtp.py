@@ -1,4 +1,4 @@
-"""An auxiliary head inside real TRL training: against naive losses over plain forwards, and what stays the same."""
+"""Tests an auxiliary head inside real TRL training against naive losses over plain forwards."""
 
 import copy
 import math
@@ -35,7 +35,7 @@ def flat(module) -> torch.Tensor:
 
 
 def logged(trainer) -> list[dict]:
-    """What was logged, but times and what only a head logs."""
+    """Returns the log without times and without the metrics of a head."""
     return [
         {name: value for name, value in row.items() if name not in TIMES and not name.startswith("mtp_")}
         for row in trainer.state.log_history
@@ -43,7 +43,7 @@ def logged(trainer) -> list[dict]:
 
 
 def test_a_detached_head_changes_no_bit_of_the_policy_and_learns(tmp_path, untrained, tokenizer):
-    """Nor of what is logged: clipping, noise and the sum of losses leave the head out."""
+    """The log does not change either: clipping, noise and the sum of losses leave the head out."""
     options = dict(max_grad_norm=0.05, measure_gradient_noise=True, max_steps=6, num_iterations=2) | MICRO_BATCHES
     plain = trained(OTBTrainer, tmp_path, untrained, tokenizer, None, **options)
     detached = trained(OTBTrainer, tmp_path, untrained, tokenizer, MultiTokenPrediction("detach"), **options)
@@ -66,14 +66,14 @@ def test_every_mode_is_detach_while_the_head_warms_up(tmp_path, untrained, token
 
 
 class Checking(OTBTrainer):
-    """Keeps the gradients of every update beside those of naive losses over the whole batch and full logits."""
+    """Keeps each update's gradients, and the gradients of naive losses over the whole batch and full logits."""
 
     def __init__(self, *args, **kwargs):
         self.old, self.checked, self.part = {}, [], []
         super().__init__(*args, **kwargs)
 
     def naive_log_probs(self, batch):
-        """Returns those of the policy and of its head, (B, C) each; the head's of the first tokens of a row are 0."""
+        """Returns the log-probs of the policy and of its head, (B, C) each."""
         ids, mask = prompts_with_responses(batch)
         model, width = self.accelerator.unwrap_model(self.model), batch["completion_ids"].shape[1]
         states = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -157,7 +157,7 @@ class Checking(OTBTrainer):
 def test_gradients_are_those_of_naive_losses_over_plain_forwards(
     tmp_path, untrained, tokenizer, auxiliary, baseline, options
 ):
-    """Compares those of the policy and of the head, in the first and in the second update of two batches."""
+    """Compares the gradients of the policy and of the head in both updates of two batches."""
     options = dict(max_grad_norm=0, learning_rate=3e-3) | TWICE | options
     trainer = trained(Checking, tmp_path, untrained, tokenizer, auxiliary, baseline=baseline, **options)
     assert len(trainer.checked) == 4
@@ -174,7 +174,7 @@ def test_gradients_are_those_of_naive_losses_over_plain_forwards(
 
 
 class OwnLogProbs(OTBTrainer):
-    """Gives the head the policy's log-probs, so that its policy loss must be TRL's."""
+    """Gives the head the policy's log-probs, so its policy loss must equal TRL's."""
 
     def _compute_loss(self, model, inputs):
         loss = GRPOTrainer._compute_loss(self, model, inputs)
@@ -214,7 +214,7 @@ class KeepingGradients(OTBTrainer):
 
 
 def test_with_an_entropy_bonus_the_loss_of_the_head_remains(tmp_path, untrained, tokenizer):
-    """The authors' code drops it there."""
+    """In the authors' code an entropy bonus removes the head's loss."""
     policy = MultiTokenPrediction("policy", weight=1.0)
     plain, bonus = (
         trained(
@@ -227,7 +227,7 @@ def test_with_an_entropy_bonus_the_loss_of_the_head_remains(tmp_path, untrained,
 
 
 def test_a_head_is_trained_beside_a_sampler_that_differs(tmp_path, untrained, tokenizer):
-    """The copy that samples has no head; its importance ratios weigh the head's loss too."""
+    """The sampler copy has no head, but its importance ratios also weigh the head's loss."""
     options = dict(sampler_dtype="bfloat16", vllm_importance_sampling_mode="token_truncate") | TWICE
     trainer = trained(OTBTrainer, tmp_path, untrained, tokenizer, MultiTokenPrediction("occ"), **options)
     rows = [row for row in trainer.state.log_history if "mtp_lambda" in row]
@@ -274,12 +274,12 @@ def test_a_checkpoint_holds_the_head_beside_a_policy_that_loads_without_it(tmp_p
     assert torch.equal(flat(resumed.model), flat(whole.model))
     assert torch.equal(flat(method_of(resumed, AuxiliaryHead).head), flat(method_of(whole, AuxiliaryHead).head))
     (tmp_path / "run" / "checkpoint-2" / "mtp_head.pt").unlink()
-    with pytest.raises(ValueError, match="checkpoint-2 has no mtp_head.pt, and MTPHead continues from"):
+    with pytest.raises(ValueError, match="checkpoint-2 has no mtp_head.pt, but MTPHead continues from"):
         trained(OTBTrainer, tmp_path, untrained, tokenizer, occ, resume=str(tmp_path / "run" / "checkpoint-2"), **TWICE)
 
 
 class Broken(OTBTrainer):
-    """Has a head whose gradient is not finite, though its loss is."""
+    """Has a head with a finite loss, but a gradient that is not finite."""
 
     def _compute_loss(self, model, inputs):
         method_of(self, AuxiliaryHead).head.projection.weight.register_hook(lambda gradient: gradient * torch.inf)

@@ -1,4 +1,4 @@
-"""Token weights inside real TRL training steps: against naive loops over plain forwards, and what must not change."""
+"""Tests token weights inside real TRL training against naive loops over plain forwards."""
 
 import copy
 from contextlib import contextmanager
@@ -23,14 +23,14 @@ from tests.support import trainers
 from tests.support.tool_trainers import FakeSandbox, answer, call, scripted
 from tests.support.trainers import KeptSteps, byte_reward, config, dataset
 
-# B is drawn, not 0, so that the adapter has moved something from the first step on; dropout must not reach the weights.
+# A random B instead of 0 moves states from the first step on; dropout must not reach the weights.
 LORA = LoraConfig(target_modules="all-linear", r=4, lora_alpha=8, lora_dropout=0.3, init_lora_weights=False)
 FRESH = LoraConfig(target_modules="all-linear", r=4, lora_alpha=8)
 
 
 @contextmanager
 def last_layer(model):
-    """Collects what the last layer returns, which the final norm is given."""
+    """Collects the last layer's output, which is the input of the final norm."""
     kept = []
     hook = model.get_base_model().model.layers[-1].register_forward_hook(lambda _, __, out: kept.append(out))
     yield kept
@@ -38,7 +38,7 @@ def last_layer(model):
 
 
 def forward(model, output):
-    """Logits and both kinds of states (B, C, d) at the positions that predict the response, of a plain forward."""
+    """Returns a plain forward's logits and both kinds of states (B, C, d) where they predict the response."""
     ids, attention_mask = prompts_with_responses(output)
     predicting = slice(-output["completion_ids"].shape[1] - 1, -1)
     with torch.no_grad(), last_layer(model) as kept:
@@ -49,7 +49,7 @@ def forward(model, output):
 
 
 def naive_factors(trainer, output, logits, states) -> list[torch.Tensor]:
-    """f_t of the own tokens of each row, by a loop."""
+    """Returns f_t of the own tokens of each row, computed in a loop."""
     weights, model = trainer.token_weights, trainer.accelerator.unwrap_model(trainer.model)
     with model.disable_adapter():
         base_logits, base_states = forward(model, output)
@@ -75,7 +75,7 @@ def naive_factors(trainer, output, logits, states) -> list[torch.Tensor]:
 
 
 class Checking(OTBTrainer):
-    """Keeps the factors by naive loops, and the advantages that follow from them, before the weights change."""
+    """Keeps the factors from naive loops, and the advantages that follow from them, before the weights change."""
 
     def _replace_advantages(self, output):
         model = self.accelerator.unwrap_model(self.model).eval()
@@ -124,7 +124,7 @@ MICRO_BATCHES = dict(per_device_train_batch_size=4, gradient_accumulation_steps=
 def test_advantages_are_those_of_naive_loops_over_plain_forwards(
     tmp_path, untrained, tokenizer, weights, baseline, options
 ):
-    """Over the whole padded batch, without dropout; energies carry the squared factor."""
+    """The forwards cover the whole padded batch, without dropout; energies contain the squared factor."""
     trainer = trained(Checking, tmp_path, untrained, tokenizer, weights, baseline=baseline, **options)
     assert len(trainer.checked) == 2
     for output, _, expected in trainer.checked:
@@ -146,7 +146,7 @@ TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second", 
 
 
 def logged(trainer) -> list[dict]:
-    """What was logged, but times and what only token weights log."""
+    """Returns the log without times and without the metrics of token weights."""
     return [
         {name: value for name, value in row.items() if name not in TIMES and not name.startswith("token_")}
         for row in trainer.state.log_history
@@ -172,7 +172,7 @@ def test_uniform_weights_and_those_of_an_adapter_at_its_start_change_no_bit(tmp_
 
 
 class KeepingProbe(EnergyProbe):
-    """Keeps the score norms that it sees chunk by chunk."""
+    """Keeps the score norms that it gets chunk by chunk."""
 
     def reduce(self, tokens):
         rows, totals = super().reduce(tokens)
@@ -194,7 +194,7 @@ def test_a_baseline_that_learns_sees_the_same_weighted_energy_in_chunks_as_in_th
 
 
 def test_exact_norms_are_those_of_the_weighted_scores(tmp_path, untrained, tokenizer):
-    """||sum_t f_t s_t||^2 by a backward through sum_t f_t log pi_t."""
+    """A backward through sum_t f_t log pi_t gives ||sum_t f_t s_t||^2."""
 
     class Exact(Method):
         def finish(self, step):

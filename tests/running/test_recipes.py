@@ -10,7 +10,6 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from experiments.sweeps.runs_of import plan
-from study import rates
 from tests.support.commands import ROOT
 from tests.support.recipes import RECIPES, composed, runs_of
 
@@ -29,8 +28,10 @@ def leaves(node: dict, prefix: str = "") -> dict:
     return flat
 
 
-def test_there_are_recipes():
+def test_recipes_are_what_a_user_would_start():
+    """Those of the study are in study/recipes.yaml."""
     assert {"group_size", "stability", "paper_single_turn", "paper_tool_use"} <= RECIPES.keys()
+    assert all(name.startswith(("paper_", "small_")) for name in RECIPES.keys() - {"group_size", "stability"})
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -40,7 +41,7 @@ def test_every_value_of_a_recipe_is_the_one_that_its_runs_have(recipe):
     cfg = composed(f"experiment={recipe}")
     expected = leaves(content)
     assert expected, "a recipe that sets nothing"
-    composed_values = leaves(OmegaConf.to_container(cfg, resolve=False))  # ${tuned_rate:...} as it is written
+    composed_values = leaves(OmegaConf.to_container(cfg, resolve=False))
     assert {key: composed_values.get(key) for key in expected} == expected
     chosen = {key.removeprefix("override /"): choice for default in defaults for key, choice in default.items()}
     assert {group: cfg.hydra.runtime.choices[group] for group in chosen} == chosen
@@ -67,7 +68,6 @@ def test_a_single_run_of_a_recipe_has_what_its_sweep_does_not_vary(recipe):
 def test_every_setting_of_a_recipe_would_start(recipe, monkeypatch):
     installed = importlib.util.find_spec  # where the recipe runs vLLM is there; here it may not be
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "vllm" or installed(name))
-    monkeypatch.setattr(rates, "tuned_rate", lambda *arm: 1e-3)  # searches that some recipes wait for
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         sweep = loader.load_configuration("config", [f"experiment={recipe}"], RunMode.MULTIRUN)

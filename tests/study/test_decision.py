@@ -16,7 +16,6 @@ from otb.laboratory.estimators import Prompt
 from otb.laboratory.scores import Measured, Rollout
 from otb.rollouts import RolloutGroups
 from study.scripts import decision_push
-from study.scripts.decision import command_line
 from study.scripts.decision_push import PromptDecisions, decisions_of, half_of, pushes, two_tokens, whatever_is_chosen
 
 RIGHT = 0.6
@@ -117,30 +116,11 @@ def test_what_is_no_decision_between_two_tokens_is_refused(tokenizer, texts, nam
         two_tokens(tokenizer, *texts)
 
 
-def test_the_command_shows_what_rollouts_do_every_estimator_and_what_otb_is_made_of(
-    policy, monkeypatch, capsys, tmp_path
-):
-    monkeypatch.setattr(decision_push, "FIT_STEPS", 1)
-    monkeypatch.setattr(decision_push, "PROMPTS_PER_STEP", 2)
+def test_the_tables_show_what_rollouts_do_every_estimator_and_the_parts_of_otb(policy, monkeypatch, tmp_path):
+    small = {"TASK": "arithmetic", "FIRST": "1", "SECOND": "2", "ROLLOUTS": 8, "FIT_STEPS": 1, "PROMPTS_PER_STEP": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(decision_push, name, value)
     monkeypatch.chdir(tmp_path)
-    command_line(["arithmetic", "1", "2", "--policy", str(policy), str(policy), "--prompts", "3", "--rollouts", "8"])
-    shown = capsys.readouterr().out
-    assert "| RLOO, N=4 |" in shown and "| energy probe, N=4 |" in shown and "take '1'" in shown
-    assert "| the energy of what is chosen |" in shown and "| more |" in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["arithmetic_tools"], "Try arithmetic_long"),
-        (["arithmetics"], "arithmetics is no task. Did you mean arithmetic"),
-        (["arithmetic", "--policy", "nowhere"], "--policy nowhere is no folder"),
-        (["arithmetic", "--group-size", "1"], "--group-size 1 must be from 2 to 16"),
-        (["arithmetic", "--prompts", "0"], "--prompts 0 must be from 1 to 1888"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(arguments, told, capsys):
-    task, *options = arguments
-    with pytest.raises(SystemExit):
-        command_line([task, "1", "2", *options])
-    assert told in capsys.readouterr().err
+    rollouts, estimators, parts, halves = decision_push.tables([str(policy), str(policy)], 3)
+    assert "take '1'" in rollouts and {"RLOO, N=4", "energy probe, N=4"} <= set(estimators.estimator)
+    assert "the energy of what is chosen" in set(parts.part) and list(halves.iloc[:, 0]) == ["less", "more"]

@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 
 from study.scripts.prefix_figure import explained_variance
-from study.scripts.prefix_values import command_line
 
 
 def made_up(knows: float, prompts: int = 200, rollouts: int = 4, continuations: int = 8) -> pd.DataFrame:
@@ -33,18 +32,3 @@ def test_rollouts_of_one_prompt_are_not_counted_as_independent():
     once = made_up(0.5, prompts=10)
     often = pd.concat([once] * 40, ignore_index=True)
     pd.testing.assert_frame_equal(explained_variance(once), explained_variance(often))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothing"], "nothing is no task"),
-        (["arithmetic", "--continuations", "1"], "--continuations 1 must be at least 2"),
-        (["arithmetic", "--rollouts", "0"], "--rollouts 0 must be at least 1"),
-        (["arithmetic", "--prompts", "100000"], "--prompts 100000 must be from 1 to"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_the_policy_loads(arguments, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command_line([arguments[0], str(tmp_path / "file"), *arguments[1:]])
-    assert stopped.value.code == 2 and message in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""What several test files share: groups, trainers, commands, a cluster. No test stands here."""
+"""Holds what several test files share: groups, trainers, commands, a cluster. It contains no tests."""

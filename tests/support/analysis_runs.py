@@ -1,4 +1,4 @@
-"""Synthetic run directories with known answers, and real ones: what the tests of analysis/ load."""
+"""Writes synthetic run directories with known answers, and names the real ones, for the tests of analysis/."""
 
 import json
 from collections.abc import Callable
@@ -31,9 +31,9 @@ def write_run(
     measures: Callable[[int], dict] = lambda step: {},
     **facts,
 ) -> Path:
-    """A run whose accuracy is start + rate * step (capped at 0.9), 0.02 from collapse_at on; no noise by default.
+    """Writes a run whose accuracy is start + rate * step, at most 0.9, and 0.02 from collapse_at on.
 
-    measures(step): further metrics of a step.
+    noise: none by default. measures(step): further metrics of a step.
     Own tokens per step: PROMPTS * group_size * TOKENS_PER_ROLLOUT. total_power is 0.2, half of it for otb.
     """
     path = folder / f"{baseline}-n{group_size}-seed{seed}"
@@ -76,7 +76,7 @@ def write_run(
 
 
 def step_row(step: int, score: float, tokens: int, power: float, gradient_norm: float) -> dict:
-    """The metrics of a step whose rollouts have so many own tokens and are right so often."""
+    """Returns the metrics of a step with this number of own tokens and this accuracy."""
     row = {"step": step, "own_tokens": tokens, "own_tokens_total": tokens * step, "loss": 0.0}
     row |= {"reward_mean": score, "accuracy": score, "reward_spread": (score * (1 - score)) ** 0.5}
     row |= {"gradient_norm": gradient_norm, "response_length_mean": 25.0, "energy_mean": 1.0, "total_power": power}
@@ -85,9 +85,9 @@ def step_row(step: int, score: float, tokens: int, power: float, gradient_norm: 
 
 
 def group() -> pd.DataFrame:
-    """One prompt group of two rollouts, with a tool token in the second; W = cumulated w, A = R - B by hand.
+    """Returns one prompt group of two rollouts, with a tool token in the second; W = cumulated w, A = R - B by hand.
 
-    The second rollout's advantages are doubled, as by token weights.
+    The second rollout's advantages are doubled, as token weights would do.
     """
     first = {"tokens": ["7", "+", "8"], "own": [True] * 3, "reward": 1.0, "energies": [0.5, 0.5, 1.0]}
     second = {"tokens": ["1", "5<script>", "!"], "own": [True, False, True], "reward": 0.0, "energies": [0.5, 1.5]}
@@ -99,7 +99,7 @@ def group() -> pd.DataFrame:
 
 
 def write_sweep(folder: Path, seeds: int = 3, sizes=(4, 32), **options) -> Path:
-    """otb, grpo and rloo at every size and seed; OTB gains 1.5 times as fast as the others."""
+    """Writes runs of otb, grpo and rloo at every size and seed; OTB gains 1.5 times as fast as the others."""
     for baseline, rate in (("otb", 0.03), ("grpo", 0.02), ("rloo", 0.02)):
         for size in sizes:
             for seed in range(seeds):

@@ -1,4 +1,4 @@
-"""Every baseline of conf/baseline, built as the command line builds it, so that tests cover a new one unasked."""
+"""Builds every baseline of conf/baseline as the command line does, so tests cover a new baseline automatically."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,5 +10,5 @@ FOLDER = Path(__file__).resolve().parents[2] / "conf" / "baseline"
 
 
 def configured_baselines() -> dict[str, Callable]:
-    """Returns name -> baseline with the arguments of its yaml; the objects of those that learn are new."""
+    """Returns name -> baseline with the arguments of its yaml. Baselines that learn are new objects."""
     return {path.stem: instantiate(OmegaConf.load(path), _convert_="object") for path in sorted(FOLDER.glob("*.yaml"))}

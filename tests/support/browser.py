@@ -1,4 +1,4 @@
-"""A real Chromium, driven by Selenium: pages open from disk, and what they ask of a network or complain of is kept."""
+"""Drives a real Chromium with Selenium: opens pages from disk, and records their network requests and complaints."""
 
 import json
 import os
@@ -28,7 +28,7 @@ FLAGS = (
 
 
 def programs() -> tuple[str, str]:
-    """Chromium and its driver. Skips the test where one is missing, and fails in CI."""
+    """Returns Chromium and its driver. If one is missing, the test is skipped, and in CI it fails."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     if not (browser and driver) and not os.environ.get("CI"):
@@ -39,7 +39,7 @@ def programs() -> tuple[str, str]:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator["Browser"]:
-    """One browser for several tests; no host name resolves in it."""
+    """Starts one browser for several tests; it resolves no host name."""
     from selenium import webdriver
 
     browser, driver = programs()
@@ -56,13 +56,13 @@ def chromium(profile: Path) -> Iterator["Browser"]:
 
 
 class Browser:
-    """What tests do with a page; `window` is Selenium's."""
+    """Lets tests use a page; `window` is Selenium's."""
 
     def __init__(self, window):
         self.window = window
 
     def open(self, page: Path, fragment: str = "", width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Opens a page anew, in a window of this size, with or without the wish for dark pages."""
+        """Loads a page in a window of this size, with or without a preference for dark pages."""
         self.window.get("about:blank")
         self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -74,7 +74,7 @@ class Browser:
         self.window.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def js(self, script: str, *arguments):
-        """What a script returns."""
+        """Returns the value of a script."""
         return self.window.execute_script(script, *arguments)
 
     def wait(self, script: str, *arguments) -> None:
@@ -83,7 +83,7 @@ class Browser:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Whatever is done meanwhile must ask nothing of a network and leave the console empty."""
+        """Requires that the block sends no network request and leaves the console empty."""
         self.complaints()
         self.requests()
         yield
@@ -93,12 +93,12 @@ class Browser:
         return self.window.find_element("css selector", selector)
 
     def texts(self, selector: str) -> list[str]:
-        """The texts of the elements that can be seen."""
+        """Returns the texts of the visible elements."""
         found = self.window.find_elements("css selector", selector)
         return [element.text for element in found if element.is_displayed()]
 
     def press(self, keys: str) -> None:
-        """Types into whatever has the focus."""
+        """Types into the focused element."""
         self.window.switch_to.active_element.send_keys(keys)
 
     def point(self, element) -> None:
@@ -108,18 +108,18 @@ class Browser:
         ActionChains(self.window).move_to_element(element).perform()
 
     def complaints(self) -> list[str]:
-        """What the console said since the last call."""
+        """Returns the console's messages since the last call."""
         return [entry["message"] for entry in self.window.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """Addresses on a network that were asked for since the last call."""
+        """Returns the network addresses requested since the last call."""
         messages = [json.loads(entry["message"])["message"] for entry in self.window.get_log("performance")]
         sent = [one["params"] for one in messages if one["method"] == "Network.requestWillBeSent"]
         return [one["request"]["url"] for one in sent if one["request"]["url"].startswith(("http", "ws"))]
 
 
 def faults(browser: Browser) -> list[tuple[str, list[str]]]:
-    """What axe-core finds wrong with the page as it stands: rule and elements. Contrast must be among its checks."""
+    """Returns what axe-core finds wrong with the current page, rule and elements; contrast must be checked."""
     from selenium_axe_python import Axe
 
     browser.window.set_script_timeout(PATIENCE_SECONDS)

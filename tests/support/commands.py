@@ -1,8 +1,7 @@
-"""The real commands in processes that tests may kill: `run.py`, `variance.py` and `evaluate.py` in experiments/.
+"""Runs the real commands `run.py`, `variance.py` and `evaluate.py` of experiments/ in processes that tests may kill.
 
-They are forked from a server that has imported torch.
-
-The imports cost seconds, and a test that kills a run twenty times would pay them twenty times.
+The processes are forked from a server that has imported torch: importing takes seconds, and a test that kills a run
+twenty times would pay for it twenty times.
 """
 
 import ast
@@ -66,7 +65,7 @@ SHORT_RUN = {
 
 
 def arguments(runs_dir: Path, **changed) -> list[str]:
-    """Command-line arguments of a short run; `changed` with `__` for a dot; None leaves a key out."""
+    """Returns the command-line arguments of a short run. changed: keys with `__` for a dot; None drops a key."""
     values = SHORT_RUN | {"runs_dir": runs_dir} | {key.replace("__", "."): value for key, value in changed.items()}
     return [f"{key}={value}" for key, value in values.items() if value is not None]
 
@@ -80,12 +79,12 @@ def start(
     quick: bool = True,
     **environment,
 ) -> multiprocessing.Process:
-    """`experiments/SCRIPT.py` in a process of its own; what it prints goes into `log`.
+    """Starts `experiments/SCRIPT.py` in a separate process and sends its output to `log`.
 
-    limit: the largest file that it may write, in bytes: a full disk. File modes hold for it even where root runs it.
-    cpu_seconds: after so much time of the processor SIGPROF kills it. `cpu_seconds(log)` has what it took to its end.
-    quick: files of figures stay empty (rendering takes a fifth of the time of a short run), nothing waits for the
-    disk, and processes of a pool are forked from the command (spawned, each would import torch).
+    limit: the largest file that it may write, in bytes, like a full disk. It obeys file modes even if root runs it.
+    cpu_seconds: the CPU time after which SIGPROF kills it. `cpu_seconds(log)` returns the time until its end.
+    quick: files of figures stay empty (rendering takes a fifth of a short run), nothing waits for the disk, and
+    pools fork their processes from the command, because spawned ones would each import torch.
     """
     options = {"limit": limit, "cpu_seconds": cpu_seconds, "quick": quick, "environment": environment}
     process = context.Process(target=_command, args=(script, given, str(log)), kwargs=options)
@@ -94,14 +93,14 @@ def start(
 
 
 def start_two(given: list[str], log: Path, **options) -> list[multiprocessing.Process]:
-    """The command by two processes that train one run, as torchrun starts them; rank r prints into LOG.r."""
+    """Starts two processes that train one run, as torchrun does; rank r prints into LOG.r."""
     return [
         start(given, Path(f"{log}.{rank}"), **options, **variables) for rank, variables in enumerate(of_two_processes())
     ]
 
 
 def of_two_processes() -> list[dict[str, str]]:
-    """What torchrun tells each of two processes of one run in its environment."""
+    """Returns the environment variables that torchrun sets for each of two processes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -109,7 +108,7 @@ def of_two_processes() -> list[dict[str, str]]:
 
 
 def run_module_by_two(module: str, given: list[str], log: Path) -> None:
-    """`python -m MODULE` by two processes to their end. Raises AssertionError where one of them fails."""
+    """Runs `python -m MODULE` in two processes to their end. Raises AssertionError if one of them fails."""
     files = [Path(f"{log}.{rank}") for rank in (0, 1)]
     started = [
         context.Process(target=_module, args=(module, given, str(file), variables))
@@ -131,7 +130,7 @@ def run_module_by_two(module: str, given: list[str], log: Path) -> None:
 
 
 def run_two(given: list[str], log: Path, **options) -> list[tuple[int, str]]:
-    """`start_two` to the end -> exit code and output of each process."""
+    """Runs `start_two` to its end. -> exit code and output of each process."""
     started = start_two(given, log, **options)
     for process in started:
         join(process)
@@ -139,7 +138,7 @@ def run_two(given: list[str], log: Path, **options) -> list[tuple[int, str]]:
 
 
 def run(given: list[str], log: Path, **options) -> tuple[int, str]:
-    """The command to its end -> exit code and what this call printed."""
+    """Runs the command to its end. -> exit code and the output of this call."""
     before = log.stat().st_size if log.exists() else 0
     process = start(given, log, **options)
     join(process)
@@ -147,38 +146,38 @@ def run(given: list[str], log: Path, **options) -> tuple[int, str]:
 
 
 def done(given: list[str], log: Path, **options) -> str:
-    """`run` -> what it printed. Raises AssertionError where the command fails."""
+    """Does `run` and returns the output. Raises AssertionError if the command fails."""
     code, printed = run(given, log, **options)
     assert code == 0, printed
     return printed
 
 
 def join(process: multiprocessing.Process) -> None:
-    """Waits for the end. Raises AssertionError where it does not come."""
+    """Waits for the end of the process. Raises AssertionError if it does not end."""
     process.join(PATIENCE_SECONDS)
     assert process.exitcode is not None, f"the command did not end within {PATIENCE_SECONDS:g} s"
 
 
 @atexit.register
 def end_what_a_failed_test_left() -> None:
-    """A run that nobody releases would keep the session from ending."""
+    """Kills runs that nobody released; they would keep the test session from ending."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
 def cpu_seconds(log: Path) -> float:
-    """Time of the processor that the last command with this log took, where it came to its end."""
+    """Returns the CPU time of the last command with this log, if it reached its end."""
     return float(Path(f"{log}.cpu_seconds").read_text())
 
 
 def kill(process: multiprocessing.Process) -> None:
-    """SIGKILL; returns when the process is gone."""
+    """Sends SIGKILL and waits until the process is gone."""
     os.kill(process.pid, signal.SIGKILL)
     join(process)
 
 
 def kill_at(moment: str, given: list[str], log: Path, folder: Path, **options) -> None:
-    """The command, killed at a moment of tests/support/holds.py. folder: in which it and the test leave files."""
+    """Runs the command and kills it at a moment of tests/support/holds.py. folder: for files that both exchange."""
     hold = holds.Hold(folder, moment)
     process = start(given, log, **options, **hold.environment)
     hold.wait(process)
@@ -188,14 +187,14 @@ def kill_at(moment: str, given: list[str], log: Path, folder: Path, **options) -
 def run_command_line(
     given: list[str], cwd: Path = ROOT, script: str = "run", **environment
 ) -> subprocess.CompletedProcess:
-    """`python experiments/SCRIPT.py ...` as a user types it."""
+    """Runs `python experiments/SCRIPT.py ...` as a user types it."""
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, str(ROOT / "experiments" / f"{script}.py"), *given]
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 def run_light(given: list[str], cwd: Path = ROOT, script: str = "run", **environment) -> subprocess.CompletedProcess:
-    """`run_command_line` for what has to answer at once. Raises AssertionError where it imports a library of HEAVY."""
+    """Does `run_command_line` for a command that must be quick. Raises AssertionError if it imports one of HEAVY."""
     done = run_command_line(given, cwd, script, PYTHONPROFILEIMPORTTIME="1", **environment)
     lines = done.stderr.splitlines(keepends=True)
     imports = [line for line in lines if line.startswith("import time:")]
@@ -207,7 +206,7 @@ def run_light(given: list[str], cwd: Path = ROOT, script: str = "run", **environ
 
 
 def help_of(module: str) -> str:
-    """What `python -m MODULE --help` prints. Raises AssertionError where it imports a library of HEAVY, or fails."""
+    """Returns the output of `python -m MODULE --help`. Raises AssertionError if it fails or imports one of HEAVY."""
     code = f"import sys; from {module}.__main__ import main\ntry: main(['--help'])\nfinally: print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     printed, modules = done.stdout.rstrip().rsplit("\n", 1)
@@ -223,7 +222,7 @@ def _module(module: str, given: list[str], log: str, environment: dict[str, str]
 
 
 def print_into(log: str) -> None:
-    """Whatever this process prints from now on is added to a file."""
+    """Appends all further output of this process to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -250,7 +249,7 @@ def _command(script: str, given: list[str], log: str, *, limit, cpu_seconds, qui
 
 
 def obey_file_modes() -> None:
-    """Drops the capabilities by which root writes where a mode forbids it: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+    """Drops CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, with which root ignores file modes."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low words, then high words
@@ -262,7 +261,7 @@ def obey_file_modes() -> None:
 
 
 def the_run(runs_dir: Path) -> Path:
-    """The one run directory below `runs_dir`."""
+    """Returns the single run directory below `runs_dir`."""
     (config,) = Path(runs_dir).glob("*/*/config.yaml")
     return config.parent
 
@@ -272,7 +271,7 @@ def rows(file: Path) -> list[dict]:
 
 
 def without_times(file: Path) -> list[dict]:
-    """The rows of a file of metrics or evaluations, without what differs between two runs of one configuration."""
+    """Returns the rows of a metrics or evaluations file without values that differ between equal runs."""
     from otb.records.metric_names import TIME_AND_MEMORY
 
     return [{name: value for name, value in row.items() if name not in TIME_AND_MEMORY} for row in rows(file)]

@@ -1,6 +1,6 @@
-"""One rank of tests/trainer/test_distributed.py, one of two processes: training steps whose groups span both ranks.
+"""Runs one of the two ranks of tests/trainer/test_distributed.py: training steps whose groups span both ranks.
 
-Arguments: the folder of the policy, the folder in which each training gets one of its own.
+Arguments: the folder of the policy, and a folder in which each training gets a subfolder.
 """
 
 import json
@@ -27,7 +27,7 @@ from tests.support.trainers import KeptSteps, group_gradients, method_of, traine
 
 
 def trained_here(kind, policy: str, output: str, options: dict, **given):
-    """A trainer of a class after its training; 6 rollouts a rank in groups of 4. given: its further arguments."""
+    """Trains a trainer of a class and returns it; 6 rollouts per rank in groups of 4. given: further arguments."""
     shape = dict(per_device_train_batch_size=6, num_generations=4, ddp_find_unused_parameters=False)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
     return trained(kind, output, model, tokenizer, given=given, **(shape | options))
@@ -39,7 +39,7 @@ def leave(trainer, output: str, **found) -> None:
 
 
 class RankTrainer(OTBTrainer):
-    """Writes this rank's own rows: w per own token from full logits, reward, and the advantages that OTB gave them."""
+    """Writes this rank's rows: w per own token from full logits, reward, and OTB's advantages."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -66,7 +66,7 @@ class RankTrainer(OTBTrainer):
 
 @declare(needs={"hidden_states", "score_norms", "sequence_norms", "prefix_norms"}, per_token=True)
 class KeepingProbe(EnergyProbe):
-    """An energy probe that keeps what this rank handed it and what it knew of all ranks' rollouts."""
+    """Extends the energy probe: keeps this rank's inputs and the rollouts of all ranks that it saw."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -84,7 +84,7 @@ class KeepingProbe(EnergyProbe):
 
 
 def probe(policy: str, output: str) -> None:
-    """Two steps with an energy probe; each rank writes what it saw, its state and its weights."""
+    """Trains two steps with an energy probe; each rank writes what it saw, its state and its weights."""
     options = dict(max_steps=2, save_strategy="steps", save_steps=2, baseline=KeepingProbe(group_correction=True))
     trainer = trained_here(OTBTrainer, policy, output, options)
     state = trainer.baseline.state_dict()
@@ -102,7 +102,7 @@ class NoiseTrainer(OTBTrainer):
 
 
 def noise(policy: str, output: str) -> None:
-    """One step of two micro-batches a rank, of two groups each."""
+    """Trains one step of two micro-batches per rank, with two groups each."""
     options = dict(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2)
     trainer = trained_here(NoiseTrainer, policy, output, options | {"measure_gradient_noise": True})
     if trainer.accelerator.is_main_process:
@@ -110,7 +110,7 @@ def noise(policy: str, output: str) -> None:
 
 
 class RatioTrainer(OTBTrainer):
-    """Keeps log pi of the policy minus the sampler's of this rank's own tokens, NaN elsewhere, before every step."""
+    """Keeps log pi of the policy minus the sampler's before every step: this rank's own tokens, NaN elsewhere."""
 
     def __init__(self, *args, **kwargs):
         self.ratios = []
@@ -124,7 +124,7 @@ class RatioTrainer(OTBTrainer):
 
 
 def copied(policy: str, output: str) -> None:
-    """Four steps with a bfloat16 copy that samples, and a learning rate that follows the lengths."""
+    """Trains four steps with a bfloat16 sampler copy and a learning rate that follows the lengths."""
     options = dict(max_steps=4, sampler_dtype="bfloat16", vllm_importance_sampling_mode="token_truncate")
     schedule = LengthTriggeredDecay(warmup=0, baseline_steps=1, ratio=1.001, period_factor=0.5)
     trainer = trained_here(RatioTrainer, policy, output, options, lr_schedule=schedule)
@@ -132,12 +132,12 @@ def copied(policy: str, output: str) -> None:
 
 
 def otb(policy: str, output: str) -> None:
-    """One step whose second group has two rollouts on either rank."""
+    """Trains one step whose second group has two rollouts on each rank."""
     trained_here(RankTrainer, policy, output, {"max_steps": 1})
 
 
 class WeighingTrainer(OTBTrainer):
-    """Keeps what each step weighed this rank's own rows by, with the running mean that it began with."""
+    """Keeps the token weights of this rank's rows in each step, and the running mean from before the step."""
 
     def __init__(self, *args, **kwargs):
         self.steps, self.kept = KeptSteps(), []
@@ -154,7 +154,7 @@ class WeighingTrainer(OTBTrainer):
 
 
 def weights(policy: str, output: str) -> None:
-    """Three steps with ARCA and the running mean; each rank writes what it kept, and its weights."""
+    """Trains three steps with ARCA and the running mean; each rank writes what it kept, and its weights."""
     options = dict(max_steps=3, save_strategy="steps", save_steps=3, baseline=rloo)
     arca = TokenWeights("arca", normalise="running")
     adapter = LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
@@ -164,7 +164,7 @@ def weights(policy: str, output: str) -> None:
 
 
 def improvement(policy: str, output: str) -> None:
-    """Four steps with improvement updates on two micro-batches of a rank; plain gradient steps, advantages scaled."""
+    """Trains four steps with improvement updates: two micro-batches per rank, plain SGD, scaled advantages."""
     options = dict(max_steps=4, per_device_train_batch_size=3, gradient_accumulation_steps=2, optim="sgd")
     options |= dict(learning_rate=3.0, max_grad_norm=0.0, save_strategy="steps", save_steps=4)
     pipo = PolicyImprovement("shuffled", window=2, cap=3.0, advantages="scaled")
@@ -173,7 +173,7 @@ def improvement(policy: str, output: str) -> None:
 
 
 class ToldTrainer(OTBTrainer):
-    """Has rollout i of the n-th batch of all processes say what follows from i and n alone, however many there are."""
+    """Makes the tokens of rollout i in the n-th batch depend only on i and n, for any number of processes."""
 
     batches = 0
 
@@ -189,7 +189,7 @@ class ToldTrainer(OTBTrainer):
 
 
 def head(policy: str, output: str, rollouts: int = 6) -> None:
-    """Four updates on two batches with a head whose loss is weighted by lambda. rollouts: of this process."""
+    """Trains four updates on two batches with a head whose loss is weighted by lambda. rollouts: of this process."""
     options = dict(max_steps=4, num_iterations=2, per_device_train_batch_size=rollouts, loss_type="dapo")
     occ = MultiTokenPrediction("occ", ratio_to="head")
     trainer = trained_here(ToldTrainer, policy, output, options, auxiliary=occ)

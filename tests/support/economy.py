@@ -1,4 +1,4 @@
-"""What saves processes of tests time, and leaves alone what they compute. Called at the end of all imports."""
+"""Saves time in processes of tests without changing their results. Called at the end of all imports."""
 
 import gc
 import os
@@ -11,10 +11,10 @@ NO_PICTURES = "OTB_TEST_NO_PICTURES"
 
 
 def economize() -> None:
-    """Makes collections of garbage and reading of yaml cheaper, in this process and those forked from it.
+    """Makes garbage collection and the reading of yaml cheaper, in this process and its forks.
 
-    Every training collects garbage at its end, among two million objects of the imported libraries; frozen, they are
-    passed over, and a forked process need not copy their pages. PyYAML's C parser gives what its Python one gives.
+    Every training collects garbage at its end and would visit two million objects of the imported libraries. Frozen
+    objects are skipped, and a fork need not copy their pages. PyYAML's C parser gives the same as its Python parser.
     """
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     gc.collect()
@@ -22,12 +22,12 @@ def economize() -> None:
 
 
 def do_not_sync() -> None:
-    """Makes fsync do nothing: what a process has written outlives it where only the process is killed."""
+    """Makes fsync do nothing. Written data survives anyway if only the process is killed."""
     os.fsync = lambda descriptor: None
 
 
 def leave_pictures_out() -> None:
-    """Keeps a run with NO_PICTURES in its environment from drawing, which takes as long as six steps with imports."""
+    """Makes a run with NO_PICTURES in its environment skip drawing, which takes as long as six steps with imports."""
     if NO_PICTURES in os.environ:
         module = types.ModuleType("analysis.run_picture")
         module.run_picture = lambda directory: directory.path / "learning_curve.png"

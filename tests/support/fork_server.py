@@ -1,4 +1,4 @@
-"""Imported last by the server from which commands are forked (tests/support/commands.py)."""
+"""Is the last import of the server from which commands are forked (tests/support/commands.py)."""
 
 from tests.support.economy import economize
 

@@ -1,4 +1,4 @@
-"""Random prompt groups with everything that a baseline may need, and what a baseline that learns makes of them."""
+"""Makes random prompt groups with everything that a baseline may need, and trains baselines on them."""
 
 from dataclasses import fields, replace
 
@@ -12,8 +12,10 @@ WIDTH = 4  # of the hidden states
 
 
 def random_groups(seed=0, prompts=5, group_size=6, tokens=9, dtype=torch.float32) -> RolloutGroups:
-    """`reduced` holds what no RolloutGroups of a real step does, the token states that `seen_by` reads: hidden
-    (P, G, T, WIDTH), log_probs and log_sum_sq_probs (P, G, T).
+    """Returns random groups.
+
+    Unlike in a real step, `reduced` holds the token states that `seen_by` reads: hidden (P, G, T, WIDTH), log_probs and
+    log_sum_sq_probs (P, G, T).
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -24,7 +26,7 @@ def random_groups(seed=0, prompts=5, group_size=6, tokens=9, dtype=torch.float32
     own = torch.arange(tokens) < lengths.unsqueeze(-1)
     rewards, pi, spread = random(), random(tokens), random(tokens)
     log_probs = pi.clamp(0.01, 0.99).log() * own
-    # what is left of 1 lies on one other token (spread 1) or on very many (spread 0)
+    # the remaining probability lies on one other token (spread 1) or on very many (spread 0)
     log_sum_sq_probs = ((2 * log_probs).exp() + log_probs.expm1().square() * spread).log() * own
     return RolloutGroups(
         rewards=rewards,
@@ -41,14 +43,14 @@ def random_groups(seed=0, prompts=5, group_size=6, tokens=9, dtype=torch.float32
 
 
 def taken(rollouts: RolloutGroups, order: torch.Tensor) -> RolloutGroups:
-    """The rollouts `order` of each group, with all that is known of them."""
+    """Returns the rollouts `order` of each group with all their fields."""
     values = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
     per_rollout = {name: value[:, order] for name, value in values.items() if isinstance(value, torch.Tensor)}
     return replace(rollouts, reduced={name: rows[:, order] for name, rows in rollouts.reduced.items()}, **per_rollout)
 
 
 def token_states(rollouts: RolloutGroups, rows=slice(None)) -> TokenStates:
-    """Of the rollouts `rows`, counted through all groups."""
+    """Returns the TokenStates of the rollouts `rows`, counted across all groups."""
 
     def some(values):
         return None if values is None else values.flatten(0, 1)[rows]
@@ -66,7 +68,7 @@ def token_states(rollouts: RolloutGroups, rows=slice(None)) -> TokenStates:
 
 
 def seen_by(baseline, rollouts: RolloutGroups) -> RolloutGroups:
-    """`rollouts` with what the baseline's `reduce` makes of their hidden states; as they are for one that has none."""
+    """Returns `rollouts` with the results of the baseline's `reduce`, or unchanged if it has no `reduce`."""
     if not hasattr(baseline, "reduce"):
         return rollouts
     rows, totals = baseline.reduce(token_states(rollouts))
@@ -75,14 +77,14 @@ def seen_by(baseline, rollouts: RolloutGroups) -> RolloutGroups:
 
 
 def learned(baseline, steps=3, **options):
-    """`baseline` after some steps."""
+    """Returns `baseline` after some steps."""
     for step in range(steps):
         baseline.update(seen_by(baseline, random_groups(seed=100 + step, **options)))
     return baseline
 
 
 def least_squares(x, reward, w, rollouts: int, pseudo_rollouts: float):
-    """argmin sum w (R - a - b . x)^2 + pseudo_rollouts / rollouts sum w |b * spread|^2 -> b, a."""
+    """Returns b, a = argmin sum w (R - a - b . x)^2 + pseudo_rollouts / rollouts sum w |b * spread|^2."""
     mean = np.average(x, axis=0, weights=w)
     spread = np.sqrt(np.average((x - mean) ** 2, axis=0, weights=w))
     z = np.column_stack([(x - mean) / spread, np.ones(len(x))])

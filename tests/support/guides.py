@@ -18,7 +18,7 @@ SCRIPT = re.compile(r"^## In the analysis\n.*?^```python\n(.*?)^```$", re.MULTIL
 
 
 class Edit(NamedTuple):
-    """A block of a guide: the whole of a new file, or lines that follow the one line beginning with `anchor`."""
+    """Holds a block of a guide: a whole new file, or lines to insert after the only line that begins with `anchor`."""
 
     path: str
     anchor: str | None
@@ -45,7 +45,7 @@ def read_guide(name: str) -> Guide:
 
 
 def copy_of_repository(folder: Path) -> Path:
-    """Copies what git knows or would add, as it stands in the working tree."""
+    """Copies the files of the working tree that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT, capture_output=True, text=True, check=True,

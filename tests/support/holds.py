@@ -1,12 +1,12 @@
-"""Runs that wait for the test at a named moment, so that no test has to catch a run in the act by being quick.
+"""Makes runs wait for the test at a named moment, so no test depends on being quick enough.
 
-A `Hold` is the test's end. Its `environment` tells the run, in whatever process that comes to be, at which moments to
-wait; `install`, called in that process, puts the waiting into the functions that the moments are named after. A held
-run goes on when the test releases it, or when a signal has warned it, and can be killed where it stands.
+The test holds a `Hold`. Its `environment` tells the run, in whichever process it executes, at which moments to wait;
+`install`, called in that process, makes the functions in which these moments occur wait. A held run continues when the
+test releases it or a signal warns it, and it can be killed while it waits.
 
 Moments:
-  reward 1              in the first call of the reward, which is that of the first evaluation
-  row 3                 the metrics row of step 3 is written, what follows it is not
+  reward 1              in the first call of the reward, during the first evaluation
+  row 3                 the metrics row of step 3 is written, and nothing after it
   writing optimizer.pt  the weights of a checkpoint are written, its optimizer's state is not
   checkpoint 6          the checkpoint of step 6 is complete
   warm start 9          nine steps of the warm start are done
@@ -25,10 +25,10 @@ state = {"installed": False, "rewards": 0}
 
 
 class Hold:
-    """The test's end: where runs wait, and which of them may go on.
+    """Controls from the test where runs wait and which of them may continue.
 
     Args:
-        folder: in which run and test leave each other files.
+        folder: where run and test exchange files.
         moments: names as above; a run waits at each of them.
     """
 
@@ -38,7 +38,7 @@ class Hold:
         self.environment = {MOMENTS: ",".join(moments), FOLDER: str(folder)}
 
     def held(self) -> dict[str, int]:
-        """The runs that wait now, name of the run directory -> process id."""
+        """Returns the runs that wait now: name of the run directory -> process id."""
         waiting = {}
         for file in self.folder.glob("*.held"):
             with contextlib.suppress(FileNotFoundError):  # it has just gone on
@@ -48,21 +48,21 @@ class Hold:
         return waiting
 
     def wait(self, process=None, run: str | None = None) -> int:
-        """Returns the process id of a held run, of the one named `run` if that is given.
+        """Waits for a held run, named `run` if given, and returns its process id.
 
-        Raises AssertionError where `process` (of multiprocessing or subprocess) ends instead.
+        Raises AssertionError if `process` (of multiprocessing or subprocess) ends instead.
         """
         wait_for(lambda: run in self.held() if run else self.held(), process)
         held = self.held()
         return held[run] if run else next(iter(held.values()))
 
     def release(self, run: str = UNNAMED) -> None:
-        """Lets the run of this name go on, now and at every later moment; without a name, every run."""
+        """Lets the run of this name continue, now and at every later moment; without a name, every run."""
         (self.folder / f"{run}.released").touch()
 
 
 def install() -> None:
-    """Puts the waiting into this process, if its environment asks for any; before the run begins."""
+    """Installs the waiting in this process, if its environment asks for it. Call it before the run begins."""
     moments = os.environ.get(MOMENTS)
     if not moments or state["installed"]:
         return
@@ -76,7 +76,7 @@ def install() -> None:
 
 
 def hold(moment: str, run: str = UNNAMED) -> None:
-    """Waits here, if this moment is one of those to wait at."""
+    """Waits here, if the environment names this moment."""
     from experiments.running.warning_signal import received
 
     if moment not in os.environ.get(MOMENTS, "").split(","):
@@ -91,7 +91,7 @@ def hold(moment: str, run: str = UNNAMED) -> None:
 
 
 def hold_at_reward() -> None:
-    """Called by the test's task in every call of its reward."""
+    """Waits at a moment `reward N`. The test's task calls it in every call of its reward."""
     state["rewards"] += 1
     hold(f"reward {state['rewards']}")
 

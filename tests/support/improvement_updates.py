@@ -1,4 +1,4 @@
-"""An improvement update by plain forwards and loops, and a trainer that keeps what its own did to the weights."""
+"""Computes an improvement update with plain forwards and loops, and watches a trainer's update of the weights."""
 
 import torch
 
@@ -12,7 +12,7 @@ def own_mask(batch) -> torch.Tensor:
 
 
 def clipped_gradient(model, batches, phi, longest, temperature=1.0) -> torch.Tensor:
-    """The gradient of dr_grpo's clipped loss over all rows of micro-batches of one size, advantages times phi.
+    """Returns the gradient of dr_grpo's clipped loss over micro-batches of one size, with advantages times phi.
 
     batches: with old_per_token_logps and advantages (b,) or (b, C).
     """
@@ -36,10 +36,10 @@ def weights_of(trainer) -> torch.Tensor:
 
 
 class WatchedUpdate(ImprovementUpdate):
-    """Keeps of every step: weights before and after the improvement update, the batch that it was made on, the new one.
+    """Keeps of every step the weights before and after the improvement update, the batch that it used, and the new one.
 
-    updates: a dictionary per step. scaled: of every batch, the advantages kept of this process's rollouts, and the
-    paper's form of them by loops.
+    updates: a dictionary per step. scaled: for every batch, the kept advantages of this process's rollouts, and the
+    same computed from the paper's formula in loops.
     """
 
     def __init__(self, improvement):
@@ -73,7 +73,7 @@ class WatchedUpdate(ImprovementUpdate):
 
 
 class WatchedTrainer(OTBTrainer):
-    """An OTBTrainer whose improvement update is watched; see WatchedUpdate for `updates` and `scaled`."""
+    """Watches the improvement update of an OTBTrainer; WatchedUpdate describes `updates` and `scaled`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

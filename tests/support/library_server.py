@@ -1,7 +1,7 @@
 """Runs Python commands in forks of a process that has imported the libraries and nothing of this project.
 
-So a copy of the repository runs its own code without paying for torch at every command. One JSON line on stdin per
-command: its arguments, folder, environment, and files for its output. The exit status comes back as a line.
+A copy of the repository thus runs its own code without importing torch at every command. Each command is one JSON
+line on stdin: arguments, folder, environment, and files for the output. Its exit status comes back as a line.
 """
 
 import atexit
@@ -20,17 +20,17 @@ FILE = Path(__file__).resolve()
 
 
 class LibraryServer:
-    """The process, as its user sees it: `run` commands one after another, then `close`."""
+    """Represents the process to its user: `run` commands one after another, then `close`."""
 
     def __init__(self, folder: Path):
-        """folder: for what the commands print."""
+        """Starts the process. folder: where the commands' output goes."""
         self.folder = folder
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen([sys.executable, str(FILE)], env=environment, text=True, **pipes)
 
     def run(self, arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess:
-        """`python ARGUMENTS` in a folder -> its exit status and what it printed."""
+        """Runs `python ARGUMENTS` in a folder. -> its exit status and output."""
         files = [self.folder / name for name in ("stdout", "stderr")]
         job = [arguments, str(folder), environment, [str(file) for file in files]]
         self.process.stdin.write(json.dumps(job) + "\n")
@@ -59,7 +59,7 @@ def serve() -> None:
 
 
 def status_of(arguments: list[str], folder: str) -> int:
-    """Runs a command -> its exit status."""
+    """Runs a command and returns its exit status."""
     try:
         python(arguments, folder)
     except SystemExit as end:
@@ -71,7 +71,7 @@ def status_of(arguments: list[str], folder: str) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process as an exit does, except that the libraries are not taken apart, which costs 2 s."""
+    """Ends this process like a normal exit, but without unloading the libraries, which takes 2 s."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -79,7 +79,7 @@ def leave(status: int) -> NoReturn:
 
 
 def python(arguments: list[str], folder: str) -> None:
-    """What `python ARGUMENTS` with PYTHONPATH=FOLDER does: a file, -m and a module, or -c and a text."""
+    """Does what `python ARGUMENTS` with PYTHONPATH=FOLDER does, for a file, -m MODULE, or -c TEXT."""
     sys.path[0] = folder
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]

@@ -1,6 +1,6 @@
-"""Trains a few steps of many configurations and prints a digest of each: its weights, and all that it logged.
+"""Trains many configurations for a few steps and prints digests of each: of its weights, and of its log.
 
-`python -m tests.support.parity OUT.json [CASE ...]` writes them into a file; on one machine they are equal bit for bit
+`python -m tests.support.parity OUT.json [CASE ...]` writes them into a file. On one machine they stay equal bit for bit
 as long as training computes the same. tests/trainer/test_parity.py compares them with tests/data/parity.json.
 """
 
@@ -131,7 +131,7 @@ class Answering(Sandbox):
 
 
 def turns(self, prompt_ids, *args, **kwargs):
-    """Says, in the place of the policy, what follows from the ids so far: a call, two calls, or an answer."""
+    """Replaces the policy's turns: the ids so far determine one call, two calls, or an answer."""
     said = []
     for ids in prompt_ids:
         draw = random.Random(sum(ids) + 31 * len(ids) + len(said))
@@ -143,7 +143,7 @@ def turns(self, prompt_ids, *args, **kwargs):
 
 
 def fresh(folder: str | Path, tokenizer, ending: bool):
-    """Returns an untrained tiny policy, which it writes to the folder. ending: every tenth token ends a response."""
+    """Writes an untrained tiny policy to the folder and returns it. ending: every tenth token ends a response."""
     torch.manual_seed(0)
     model = build_model(tokenizer, seed=0)
     if ending:
@@ -164,7 +164,7 @@ def without_times(row: dict) -> dict:
 
 
 def training(name: str, folder: str) -> list[str]:
-    """Digests of weights and log of one training."""
+    """Returns the digests of the weights and the log of one training."""
     tokenizer = build_tokenizer()
     case = copy.deepcopy(TRAININGS.get(name, {}))
     given, resume, with_tools = case.pop("given", {}), case.pop("resume", None), case.pop("tools", False)
@@ -194,7 +194,7 @@ def training(name: str, folder: str) -> list[str]:
 
 
 def run(name: str, folder: str) -> list[str]:
-    """Digests of the last checkpoint, and of the rows, evaluations and samples of a run of experiments/run.py."""
+    """Returns the digests of a run of experiments/run.py: last checkpoint, rows, evaluations and samples."""
     policy = Path(folder, "policy")
     fresh(policy, build_tokenizer(), True)
     for steps in (2, 6) if name == "run resumed" else (6,):

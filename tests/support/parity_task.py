@@ -1,4 +1,4 @@
-"""A task for tests of runs: arithmetic prompts, and a reward that has spread under an untrained policy."""
+"""Defines a task for tests of runs: arithmetic prompts, and a reward that varies even under an untrained policy."""
 
 import os
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ economy.leave_pictures_out()
 
 @dataclass(frozen=True)
 class Parity(Arithmetic):
-    """`task._target_=tests.support.parity_task.Parity` on the command line, with the fields of Arithmetic."""
+    """Extends Arithmetic with a reward by parity; `task._target_=tests.support.parity_task.Parity` selects it."""
 
     name: ClassVar[str] = "parity"
 
     def reward(self, completions: list, **columns) -> list[float]:
-        """1.0 where the sum of the response's characters is odd; infinite where OTB_TEST_INFINITE_REWARD is set.
+        """Returns 1.0 if the sum of the response's characters is odd; infinity if OTB_TEST_INFINITE_REWARD is set.
 
         OTB_TEST_HOLD makes the run wait for the test (tests/support/holds.py); OTB_TEST_FAILING_RANK breaks one process
-        of a run while OTB_TEST_FAILING_FILE is there.
+        of a run while OTB_TEST_FAILING_FILE exists.
         """
         holds.hold_at_reward()
         broken = os.path.exists(os.environ.get("OTB_TEST_FAILING_FILE", ""))

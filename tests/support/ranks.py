@@ -1,4 +1,4 @@
-"""The two processes of one sharded run: forked from a server that has imported torch, or started by torchrun."""
+"""Starts the two processes of a sharded run: forked from a server that has imported torch, or by torchrun."""
 
 import os
 import subprocess
@@ -12,10 +12,10 @@ from tests.support.waiting import PATIENCE_SECONDS, ended_with, wait_for
 
 
 class Ranks:
-    """A sharded run under way. kind: "fsdp2" or "zero3", whose parallel= is among the arguments `given`.
+    """Represents a running sharded run. kind: "fsdp2" or "zero3"; the arguments `given` contain its parallel=.
 
-    python: that of another environment, whose processes torchrun starts, running `module`; None forks them.
-    killed_after: a rank, and the seconds of the processor after which it is killed.
+    python: the interpreter of another environment, in which torchrun runs `module`; None forks the processes.
+    killed_after: a rank, and the CPU seconds after which it is killed.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Ranks:
             self.processes = [started(python, module, given, log, variables)]
 
     def join(self) -> bool:
-        """Waits for the end, and ends the rest when one has failed, as torchrun does; returns whether all went well."""
+        """Waits for the end; if one process fails, ends the rest, as torchrun does. Returns whether all succeeded."""
         wait_for(self._over, every=0.02)
         well = all(ended_with(process) == 0 for process in self.processes)
         self.kill()
@@ -49,7 +49,7 @@ class Ranks:
         return None not in codes or any(codes)
 
     def kill(self) -> None:
-        """SIGKILL for all processes at once."""
+        """Sends SIGKILL to all processes at once."""
         for process in self.processes:
             if ended_with(process) is None:
                 for one in [*psutil.Process(process.pid).children(recursive=True), process]:
@@ -58,7 +58,7 @@ class Ranks:
             process.join() if hasattr(process, "join") else process.wait(PATIENCE_SECONDS)
 
     def printed(self) -> str:
-        """What all of them have printed so far."""
+        """Returns the output of all processes so far."""
         return "".join(file.read_text() for file in sorted(self.log.parent.glob(f"{self.log.name}*")))
 
 

@@ -1,4 +1,4 @@
-"""Recipes of conf/experiment and what else is composed, as Hydra composes it for a run."""
+"""Composes recipes of conf/experiment and other configurations as Hydra does for a run."""
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,13 +13,13 @@ RECIPES = {path.stem: path for path in sorted((ROOT / "conf" / "experiment").glo
 
 
 def composed(*overrides: str, command: str | None = "config"):
-    """The configuration of a command; command=None composes groups alone, chosen as `+task=NAME`."""
+    """Returns a command's configuration; command=None composes only groups, chosen as `+task=NAME`."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose(command, overrides=list(overrides), return_hydra_config=command == "config")
 
 
 def runs_of(cfg) -> list[list[str]]:
-    """The overrides of every run that `-m experiment=RECIPE` makes."""
+    """Returns the overrides of every run that `-m experiment=RECIPE` starts."""
     params = OmegaConf.to_container(cfg.hydra.sweeper.params)
     overrides = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in params.items()])
     (batch,) = Sweeper.split_arguments(overrides, None)
@@ -27,6 +27,6 @@ def runs_of(cfg) -> list[list[str]]:
 
 
 def run_of(cfg: DictConfig, processes: int = 1) -> Run:
-    """The run of a configuration, unchecked: packages and GPUs that it needs may be elsewhere."""
+    """Returns the run of a configuration without checks: packages and GPUs that it needs may be missing here."""
     step = batches(cfg.prompts_per_step, cfg.group_size, processes, cfg.model.rollouts_per_forward)
     return Run(cfg, build(cfg, "task"), None, {}, build(cfg, "baseline"), {}, processes, step)

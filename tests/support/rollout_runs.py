@@ -1,4 +1,4 @@
-"""Run directories with rollouts whose numbers are known by hand: what the tests of the browser of rollouts look at."""
+"""Writes run directories with rollouts whose numbers are known by hand, for the tests of the rollout browser."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ return document.querySelector("article") && views.every(view => view.rollouts.ev
 
 
 def rollout(tokens: list[str], reward: float, ending: str, scale: float, is_tool: list[bool] | None = None) -> dict:
-    """A rollout; of own token t from 0, w = 0.5, pi = 0.5, B = scale / (t + 2), A = R - B, or 0 where unscored."""
+    """Returns a rollout; own token t from 0 has w = 0.5, pi = 0.5, B = scale / (t + 2), A = R - B, 0 if unscored."""
     own = [not tool for tool in is_tool or [False] * len(tokens)]
     baselines = [scale / (t + 2) for t in range(sum(own))]
     return {
@@ -38,7 +38,7 @@ def rollout(tokens: list[str], reward: float, ending: str, scale: float, is_tool
 
 
 def write_rollouts(run: Path, step: int, scale: float, name: str = "step") -> None:
-    """Three groups of three rollouts: one right, one wrong with a tool call, one unscored and truncated."""
+    """Writes three groups of three rollouts: one right, one wrong with a tool call, one unscored and truncated."""
     rows = []
     for prompt, text in enumerate(PROMPTS):
         group = [
@@ -52,7 +52,7 @@ def write_rollouts(run: Path, step: int, scale: float, name: str = "step") -> No
 
 
 def write_rollout_runs(folder: Path) -> Path:
-    """otb and grpo with steps 20 and 40, of the same prompts; rloo with one group of step 40 in an older file."""
+    """Writes otb and grpo with steps 20 and 40 of the same prompts; rloo has one group of step 40 in an older file."""
     for baseline, scale in (("otb", 1.0), ("grpo", 0.5)):
         run = write_run(folder, baseline)
         write_rollouts(run, 20, scale)

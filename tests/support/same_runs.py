@@ -1,4 +1,4 @@
-"""When two runs are the same: everything that they left, time and memory aside."""
+"""Compares everything that two runs left, except for time and memory."""
 
 import pandas as pd
 
@@ -19,7 +19,7 @@ COMPARED = {
 
 
 def assert_same_run(interrupted, uninterrupted):
-    """Metrics, evaluations (time and memory aside), samples, checkpoints, weights and optimizer state are equal."""
+    """Asserts equal metrics and evaluations without time and memory, samples, checkpoints, weights and optimizers."""
     mine, other = RunDirectory(interrupted), RunDirectory(uninterrupted)
     assert mine.status()["state"] == other.status()["state"] == "finished"
     steps = [row["step"] for row in rows(mine.metrics_file)]

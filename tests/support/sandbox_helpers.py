@@ -1,4 +1,4 @@
-"""What the sandbox's tests share: whether they can run here, short limits, and what a sandbox left behind."""
+"""Helps the sandbox's tests: whether they can run here, short limits, and processes that a sandbox left behind."""
 
 import contextlib
 import json
@@ -51,12 +51,12 @@ with Bubblewrap(workers=2) as sandbox:
 
 
 def limits_for(statuses: str) -> Limits:
-    """The limits of a program that may end with these statuses (words)."""
+    """Returns the limits for a program that may end with these statuses (separated by spaces)."""
     return SHORT if "timeout" in statuses.split() else PATIENT
 
 
 def children(pid: int) -> list[int]:
-    """The live processes that this one started."""
+    """Returns the live child processes of this process."""
     found = []
     with contextlib.suppress(OSError):  # it has ended
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -65,7 +65,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The live processes below this one, the nearest first."""
+    """Returns the live descendants of this process, the nearest first."""
     found = [pid]
     for parent in found:
         found += children(parent)
@@ -73,7 +73,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def programs(sandbox: Bubblewrap) -> list[int]:
-    """The programs that a sandbox runs now: below the broker, bubblewrap, its process 1 and the runner."""
+    """Returns the programs that a sandbox runs now: children of broker, bubblewrap, its process 1 and the runner."""
     level = [sandbox.open()._process.pid]
     for _ in range(4):
         level = [child for parent in level for child in children(parent)]
@@ -81,7 +81,7 @@ def programs(sandbox: Bubblewrap) -> list[int]:
 
 
 class HeldPrograms:
-    """Runs programs, in a thread of its own, that wait HERE_IT_WAITS until they are released."""
+    """Runs programs in a separate thread; they wait at HERE_IT_WAITS until they are released."""
 
     def __init__(self, sandbox: Bubblewrap, codes: list[str]):
         self.sandbox, self.codes, self.results = sandbox, codes, None
@@ -92,11 +92,11 @@ class HeldPrograms:
         self.results = self.sandbox.run_many(self.codes)
 
     def held(self) -> list[int]:
-        """The programs that wait now."""
+        """Returns the programs that wait now."""
         return [pid for pid in programs(self.sandbox) if listens(pid, signal.SIGUSR1)]
 
     def release(self) -> list[int]:
-        """Lets those that wait now go on -> who they were."""
+        """Releases the programs that wait now, and returns them."""
         released = self.held()
         for pid in released:
             with contextlib.suppress(ProcessLookupError):
@@ -104,14 +104,14 @@ class HeldPrograms:
         return released
 
     def end(self) -> list[Result]:
-        """Lets all of them go on, those too that have not been started yet, to their end."""
+        """Releases all programs, including those that have not started yet, and waits for their end."""
         wait_for(lambda: self.release() is None or not self.thread.is_alive())
         self.thread.join()
         return self.results
 
 
 def listens(pid: int, number: int) -> bool:
-    """Whether a process has a handler for this signal."""
+    """Tells whether a process has a handler for this signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -125,7 +125,7 @@ def open_descriptors(pid: int | str = "self") -> int:
 
 
 class OrdinaryUser:
-    """A sandbox that an ordinary user opened; root starts it. The Python is shown to that user in a mount namespace."""
+    """Opens a sandbox as an ordinary user. Root starts it and shows this user the Python in a mount namespace."""
 
     UID = 4321
 

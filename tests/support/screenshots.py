@@ -1,6 +1,6 @@
-"""Pictures of a report or a page of rollouts: `python -m tests.support.screenshots PAGE FOLDER [FRAGMENT]`.
+"""Takes pictures of a report or a page of rollouts: `python -m tests.support.screenshots PAGE FOLDER [FRAGMENT]`.
 
-Those in the docs are 1280-light.png of a report of tests/data/runs, and two of pages of rollouts.
+The docs use 1280-light.png of a report of tests/data/runs, and two pictures of pages of rollouts.
 """
 
 import io
@@ -17,7 +17,7 @@ WIDTHS = {1280: 1080, 800: 1100, 390: 844}  # pixels: heights
 
 
 def screenshots(page: Path, folder: Path, fragment: str = "") -> None:
-    """Writes a picture per width and scheme, in 256 colours: half the size, and no eye sees it."""
+    """Writes a picture per width and colour scheme, in 256 colours: half the size, without a visible difference."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as profile, chromium(Path(profile)) as browser:
         for width, height in WIDTHS.items():

@@ -1,4 +1,4 @@
-"""`experiments/run.py` whose FSDP2 or ZeRO-3 shards over CPU processes, as over GPUs: started by torchrun in tests."""
+"""Runs `experiments/run.py` with FSDP2 or ZeRO-3 over CPU processes as over GPUs; torchrun starts it in tests."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""One process of tests/trainer/test_sharding.py: two steps of OTBTrainer, sharded or not.
+"""Runs one process of tests/trainer/test_sharding.py: two steps of OTBTrainer, sharded or not.
 
-Each process writes what its trainer handed to the loss and what was logged; the first also writes the final weights.
+Each process writes its trainer's batches for the loss and its log; the first process also writes the final weights.
 """
 
 import json
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class KeepingTrainer(OTBTrainer):
-    """Keeps the batches with their score norms, how many parameters were sharded, and the first step's gradient."""
+    """Keeps the batches with their score norms, the number of sharded parameters, and the first step's gradient."""
 
     kept: list
     trained: dict  # name -> (weight, gradient), whole, before the first optimizer step
@@ -51,13 +51,13 @@ class KeepingTrainer(OTBTrainer):
             return super().training_step(*args, **kwargs)
 
     def keep_gradient(self) -> None:
-        """Keeps every trained weight with its gradient, before clipping. A collective."""
+        """Keeps every trained weight with its gradient, before clipping. It is a collective operation."""
         trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
         self.trained = {name: tuple(x.detach().clone() for x in whole(weight)) for name, weight in trained}
 
 
 def whole(weight: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a weight and its gradient, gathered where they are sharded."""
+    """Returns a weight and its gradient, gathered if they are sharded."""
     if isinstance(weight, DTensor):
         return weight.full_tensor(), weight.grad.full_tensor()
     if hasattr(weight, "ds_tensor"):
@@ -68,12 +68,12 @@ def whole(weight: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def lora() -> LoraConfig:
-    """The adapters of the trainings that have some."""
+    """Returns the LoRA configuration of the trainings with adapters."""
     return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def train(policy: str, output: Path, name: str, options: dict) -> None:
-    """Two steps; `options` are those of OTBConfig beside parallel, lora, weights (their dtype), reduced_in_bfloat16."""
+    """Trains two steps. options: of OTBConfig, and parallel, lora, weights (their dtype), reduced_in_bfloat16."""
     AcceleratorState._reset_state(reset_partial_state=True)  # several trainings in one process: imports cost seconds
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # the trace of an earlier one
     parallel = OmegaConf.load(ROOT / "conf" / "parallel" / f"{options.pop('parallel', 'ddp')}.yaml")

@@ -1,6 +1,6 @@
-"""Sharded training on processes of a CPU, over gloo: FSDP2 and DeepSpeed ZeRO-3, which accelerate has for GPUs only.
+"""Shards training over CPU processes with gloo: FSDP2 and DeepSpeed ZeRO-3, which accelerate supports only on GPUs.
 
-Without this, a run with `fsdp` on CPU processes trains as plain DDP, and a test of it has tested nothing.
+Without it, a run with `fsdp` on CPU processes trains with plain DDP, and a test of it tests nothing.
 """
 
 import os
@@ -17,7 +17,7 @@ KILLED_AFTER = "OTB_TEST_KILLED_AFTER"  # a rank, and the time of the processor 
 
 
 def install() -> None:
-    """Prepares a process of a run whose environment asks for it, before the run begins."""
+    """Prepares a process if its environment asks for it. Call it before the run begins."""
     if SHARDED not in os.environ:
         return
     from experiments.running import devices
@@ -33,9 +33,9 @@ def install() -> None:
 
 
 def let_sharding_run_on_cpus(deepspeed: bool) -> None:
-    """Makes accelerate take `fsdp` and `deepspeed` at their word on gloo processes, before a trainer's arguments exist.
+    """Makes accelerate obey `fsdp` and `deepspeed` on gloo processes. Call it before a trainer's arguments exist.
 
-    deepspeed: join the processes by DeepSpeed, which wants to have made their group itself.
+    deepspeed: let DeepSpeed create the process group, as it requires.
     """
     if deepspeed:
         sys.modules.setdefault("vllm", None)  # where vLLM does not sample, TRL need not spend seconds on its import
@@ -61,7 +61,7 @@ def let_sharding_run_on_cpus(deepspeed: bool) -> None:
 
 
 def join_by_deepspeed() -> None:
-    """Makes the process group of the run's processes."""
+    """Creates the run's process group with DeepSpeed."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # read at the import; a machine may have a GPU
     import deepspeed
 
@@ -70,7 +70,7 @@ def join_by_deepspeed() -> None:
 
 
 def note_cpu_seconds(file: Path) -> None:
-    """Lets the run write its time of the processor when it is done; its processes end without Python's own end."""
+    """Makes the run write its CPU time when it is done, because its processes end without Python's shutdown."""
     from experiments.running import train
 
     wait, before = train.wait_for_all_processes, time.process_time()

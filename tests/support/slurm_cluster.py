@@ -1,4 +1,4 @@
-"""A real SLURM for the tests, and the commands that a user types at it."""
+"""Runs a real SLURM for the tests, and the commands that a user types."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SCRIPT = ROOT / "slurm" / "local_cluster.sh"
 
 
 class Cluster:
-    """slurm/local_cluster.sh in `folder`, `cpus` a node, with commands that see it.
+    """Starts slurm/local_cluster.sh in `folder`, with `cpus` per node, and runs commands that use it.
 
-    extra: of the environment of every job.
+    extra: environment variables of every job.
     """
 
     def __init__(self, folder: Path, nodes: int, cpus: int):
@@ -37,7 +37,7 @@ class Cluster:
         return done.stdout
 
     def sweep(self, runs_dir: Path, *arguments: str, launcher: str = "slurm_cpu", **extra: str):
-        """`python experiments/run.py -m ...` with short runs."""
+        """Runs `python experiments/run.py -m ...` with short runs."""
         changed = {argument.split("=")[0] for argument in arguments}
         short = [f"{key}={value}" for key, value in SHORT_RUN.items() if key not in changed]
         command = [sys.executable, str(ROOT / "experiments" / "run.py"), "-m", f"hydra/launcher={launcher}", *short]

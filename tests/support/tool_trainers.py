@@ -1,4 +1,4 @@
-"""What the tests of tool rollouts share: a sandbox that runs nothing, and a trainer whose policy follows a script."""
+"""Helps the tests of tool rollouts: a sandbox that runs nothing, and a trainer whose policy follows a script."""
 
 import json
 from functools import partial
@@ -17,7 +17,7 @@ END = "<|im_end|>"
 
 
 def call(*codes: str) -> str:
-    """A complete turn that calls Python once per program."""
+    """Returns a complete turn that calls Python once per program."""
     calls = [json.dumps({"name": "python", "arguments": {"code": code}}) for code in codes]
     return "".join(f"<tool_call>{text}</tool_call>" for text in calls) + END
 
@@ -27,12 +27,12 @@ def answer(value: int) -> str:
 
 
 def boxed_reward(completions, **columns):
-    """1 for the box with 7 in the last own message."""
+    """Returns 1 if the last own message contains a box with 7, else 0."""
     return [float(boxed_integer(completion) == 7) for completion in completions]
 
 
 class FakeSandbox(Sandbox):
-    """Answers from `results`, any other program with its own text; `batches` keeps what was asked at one time."""
+    """Answers programs from `results`, and others with their own text; `batches` keeps the programs of each call."""
 
     def __init__(self, results: dict[str, Result] | None = None):
         super().__init__(workers=1)
@@ -47,10 +47,10 @@ class FakeSandbox(Sandbox):
 
 
 class ScriptedTrainer(OTBTrainer):
-    """An OTBTrainer in which rollout i of every batch says `script[i][turn]`. All rollouts have one prompt.
+    """Replaces the policy: rollout i of every batch says `script[i][turn]`. All rollouts have one prompt.
 
-    outputs: what each generation handed to the loss; expected: its advantages by naive loops, where naive=True;
-    most_new_tokens: how many tokens each turn was allowed.
+    outputs: each generation's batch for the loss; expected: its advantages from naive loops, if naive=True;
+    most_new_tokens: the limit of tokens of each turn.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ScriptedTrainer(OTBTrainer):
         return output
 
     def say(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """The next turn of the rollouts of these rows."""
+        """Returns the next turn of the rollouts of these rows."""
         self.most_new_tokens.append(self.generation_config.max_new_tokens)
         said, taken = [], set()
         for row in prompt_ids:
@@ -103,7 +103,7 @@ class ScriptedTrainer(OTBTrainer):
         return said
 
     def texts(self) -> list[str]:
-        """The responses of the last batch as text, own and tool tokens."""
+        """Returns the responses of the last batch as text, with own and tool tokens."""
         output = self.outputs[-1]
         rows = zip(output["completion_ids"], output["completion_mask"].bool(), strict=True)
         return [self._tokenizer.decode(ids[mask]) for ids, mask in rows]
@@ -113,7 +113,7 @@ class ScriptedTrainer(OTBTrainer):
 
 
 def scripted(monkeypatch, script, tmp_path, model, tokenizer, sandbox, **options) -> ScriptedTrainer:
-    """A trainer after training on the script."""
+    """Returns a trainer after training on the script."""
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, ids, *a, **k: (self.say(ids), None))
     trainer = ScriptedTrainer(script, tmp_path, model, tokenizer, sandbox, **options)
     trainer.train()

@@ -1,4 +1,4 @@
-"""A policy small enough to enumerate: every response with its probability and exact scores, and every group of them."""
+"""Enumerates a tiny policy: every response with its probability and exact scores, and every group of responses."""
 
 import copy
 from dataclasses import replace
@@ -14,7 +14,7 @@ VOCABULARY, LONGEST, END = 3, 3, 0
 
 
 def responses(prefix=()):
-    """Every response: token 0 ends it, and so does the third token."""
+    """Yields every response: it ends with token 0, or with the third token."""
     for token in range(VOCABULARY):
         response = (*prefix, token)
         if token == END or len(response) == LONGEST:
@@ -28,7 +28,7 @@ PREFIXES = sorted({response[:t] for response in RESPONSES for t in range(len(res
 
 
 class ToyPolicy:
-    """A row of logits per prefix, 21 parameters. All that a response has, for each of the 15; in float64."""
+    """Has a row of logits per prefix, 21 parameters in all; holds every quantity of all 15 responses, in float64."""
 
     def __init__(self, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -59,7 +59,7 @@ class ToyPolicy:
         return logits.log_softmax(-1)[self.row, self.token] * self.own
 
     def groups(self, members) -> RolloutGroups:
-        """members (P, G) int: which responses make up each group."""
+        """Returns RolloutGroups. members (P, G) int: the responses of each group."""
         return RolloutGroups(
             rewards=self.rewards[members],
             lengths=self.lengths[members],
@@ -69,7 +69,7 @@ class ToyPolicy:
         )
 
     def seen(self, baseline, members) -> RolloutGroups:
-        """`groups` with what the baseline's `reduce` makes of the hidden states."""
+        """Returns `groups` with the results of the baseline's `reduce`."""
         groups = self.groups(members)
         if not hasattr(baseline, "reduce"):
             return groups
@@ -79,30 +79,30 @@ class ToyPolicy:
         return replace(groups, reduced=reduced, totals=totals)
 
     def draw(self, groups: int, size: int, seed: int):
-        """(groups, size) int: responses drawn from the policy."""
+        """Draws responses from the policy, (groups, size) int."""
         generator = torch.Generator().manual_seed(seed)
         return torch.multinomial(self.probabilities, groups * size, True, generator=generator).view(groups, size)
 
     def taught(self, baseline, size: int, steps=3):
-        """A copy of a baseline that learns, after some steps on groups drawn from the policy."""
+        """Returns a copy of a learning baseline after some steps on groups drawn from the policy."""
         baseline = copy.deepcopy(baseline)
         for step in range(steps if carries_state(baseline) else 0):
             baseline.update(self.seen(baseline, self.draw(16, size, seed=step)))
         return baseline
 
     def every_group(self, size: int):
-        """-> members (15^size, size) of every group, and its probability."""
+        """Returns the members (15^size, size) of every group, and the probability of each group."""
         members = torch.cartesian_prod(*[torch.arange(len(RESPONSES))] * size).view(-1, size)
         return members, self.probabilities[members].prod(1)
 
     def gradients(self, baseline, members):
-        """(P, 21): (1 / G) sum_i sum_t A_t^i s_t^i of each group, through the code that trains."""
+        """Returns (1 / G) sum_i sum_t A_t^i s_t^i of each group, (P, 21), computed with the product's code."""
         rollouts = self.seen(baseline, members)
         advantage = advantages(rollouts, baseline(rollouts)).expand(*members.shape, LONGEST)
         return torch.einsum("pgt,pgtd->pd", advantage, self.scores[members]) / members.shape[1]
 
     def expected(self, baseline, size: int):
-        """E[g] (21,) and E||g||^2 of the group gradient, over every group that there is."""
+        """Returns E[g] (21,) and E||g||^2 of the group gradient g, over all groups."""
         members, probability = self.every_group(size)
         gradients = self.gradients(baseline, members)
         return probability @ gradients, float(probability @ gradients.square().sum(1))

@@ -1,4 +1,4 @@
-"""What the trainer tests share: a minimal real training run, and the advantages by naive loops over full logits."""
+"""Helps the trainer tests: a minimal real training, and advantages from naive loops over full logits."""
 
 import torch
 from datasets import Dataset
@@ -12,7 +12,7 @@ PROMPTS = [[{"role": "user", "content": f"what is {i} + {i * 7 % 10} ?"}] for i 
 
 
 def byte_reward(completions, **columns):
-    """A cheap reward with spread: 1 where the sum of the response's characters is odd."""
+    """Returns a cheap reward that varies: 1 if the sum of the response's characters is odd, else 0."""
     return [float(sum(map(ord, c[-1]["content"])) % 2) for c in completions]
 
 
@@ -54,12 +54,12 @@ class KeptSteps(Method):
 
 
 def method_of(trainer, kind):
-    """The trainer's method of a class."""
+    """Returns the trainer's method of a class."""
     return next(method for method in trainer.methods if isinstance(method, kind))
 
 
 class RecordingTrainer(OTBTrainer):
-    """Keeps what every generation handed to the loss, with the naive advantages computed at that moment."""
+    """Keeps every generation's batch for the loss, with naive advantages computed at that moment."""
 
     def __init__(self, *args, **kwargs):
         self.batches = []
@@ -73,7 +73,7 @@ class RecordingTrainer(OTBTrainer):
 
 
 def group_gradients(trainer, output) -> torch.Tensor:
-    """(P, n): of each prompt group of this process, the gradient of -sum_t A_t log pi_t / (group size x longest)."""
+    """Returns each prompt group's gradient of -sum_t A_t log pi_t / (group size x longest), (P, n), on this process."""
     model, mask = trainer.accelerator.unwrap_model(trainer.model), output["completion_mask"]
     log_probs = log_probs_of(model, output, trainer.temperature)
     advantages = output["advantages"] if output["advantages"].dim() == 2 else output["advantages"].unsqueeze(1)
@@ -86,7 +86,7 @@ def group_gradients(trainer, output) -> torch.Tensor:
 
 
 def naive_otb_advantages(trainer, output) -> torch.Tensor:
-    """otb with tail='zero' by Python loops over the full logits; (B, C). One process, groups contiguous."""
+    """Returns otb with tail='zero' from loops over the full logits, (B, C). One process, groups contiguous."""
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
     attention = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
     mask = output["completion_mask"].bool()
@@ -120,9 +120,9 @@ def naive_otb_advantages(trainer, output) -> torch.Tensor:
 def trained(
     kind, folder, model, tokenizer, *, baseline=otb, reward=byte_reward, resume=None, given=None, before=None, **options
 ):
-    """A trainer of a class after its training.
+    """Trains a trainer of a class and returns it.
 
-    given: its further arguments by name. before: attributes that are set before it trains. options: of `config`.
+    given: further arguments by name. before: attributes to set before the training. options: of `config`.
     """
     trainer = kind(
         model,
@@ -143,7 +143,7 @@ def recorded(tmp_path, model, tokenizer, *, peft_config=None, **options):
 
 
 def log_probs_of(model, batch, temperature) -> torch.Tensor:
-    """log pi (b, C) of the responses by one plain forward, in float32."""
+    """Returns log pi (b, C) of the responses from one plain forward, in float32."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float() / temperature
@@ -152,7 +152,7 @@ def log_probs_of(model, batch, temperature) -> torch.Tensor:
 
 
 def with_adapter(model):
-    """The model with LoRA on all its linear layers, whose B are not the zeros that would leave half of the score 0."""
+    """Returns the model with LoRA on all linear layers. B is random; with B = 0, half of the score would be 0."""
     wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
     for name, parameter in wrapped.named_parameters():
         if "lora_B" in name:

@@ -1,4 +1,4 @@
-"""Tiny policies whose attention vLLM has kernels for on a CPU: heads of 32, where the tiny policy has 24."""
+"""Makes tiny policies that vLLM can run on a CPU: their heads have size 32; the tiny policy's 24 has no kernel."""
 
 from pathlib import Path
 
@@ -14,14 +14,14 @@ CERTAINTY = 9.0  # logit of a token that is meant to follow, where the others ar
 
 
 def save_untrained(tokenizer, folder: Path) -> Path:
-    """The policy of the fixture `policy`, for vLLM: every tenth token ends a response."""
+    """Saves the policy of the fixture `policy` for vLLM: every tenth token ends a response."""
     return _save(_model(tokenizer), tokenizer, folder, ends=[tokenizer.eos_token_id, *range(0, len(tokenizer), 10)])
 
 
 def save_caller(tokenizer, folder: Path, turns: tuple[str, ...] = (CALL, ANSWER)) -> Path:
-    """A policy whose turns are each one of `turns`, about as often the one as the other.
+    """Saves a policy whose every turn is one of `turns`, with about equal probability.
 
-    It knows bigrams alone: its layers add nothing, and its head answers to the embedding of the token before.
+    It is a bigram model: its layers add nothing, and its head responds to the previous token's embedding.
     """
     model = _model(tokenizer, tie_word_embeddings=False)
     embeddings = model.get_input_embeddings().weight.data

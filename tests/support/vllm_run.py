@@ -1,11 +1,11 @@
-"""`experiments/run.py` and `evaluate.py` with vLLM on a CPU, where two of its optimisations break the sync of weights.
+"""Runs `experiments/run.py` or `evaluate.py` with vLLM on a CPU, where two optimisations would break weight syncs.
 
     python -m tests.support.vllm_run [evaluate] KEY=VALUE ...
 
-vLLM's CPU linear layers pack their weights and throw the parameter away, so that TRL's `sync_weights` finds none; a
-tied LM head would silently keep its old packed copy. A GPU needs none of this. Compiling the model is left out, which
-takes longer than a short run. Says on stdout from where vLLM loads, and in which precision it samples. A run with a
-geometric_ratio_band leaves the sampler's log-probs of each step in its directory, for the test to compare.
+vLLM's CPU linear layers pack their weights and drop the parameter, so TRL's `sync_weights` finds none; a tied LM head
+would silently keep its old packed copy. A GPU does not need this file. It also skips compiling the model, which takes
+longer than a short run, and prints from where vLLM loads and in which precision it samples. A run with a
+geometric_ratio_band saves the sampler's log-probs of each step in its directory, for the test to compare.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Waiting for events: what a test waits for comes within milliseconds, or on a loaded machine within minutes."""
+"""Waits for events. They usually come within milliseconds, but on a loaded machine within minutes."""
 
 import time
 from collections.abc import Callable
@@ -11,8 +11,8 @@ PATIENCE_SECONDS = 900.0
 def wait_for(condition: Callable[[], object], process=None, every: float = 0.02) -> None:
     """Returns when `condition()` is true. Raises AssertionError after PATIENCE_SECONDS.
 
-    process: of multiprocessing or subprocess; once it has ended, nothing is going to happen any more, and the wait is
-    over at once. every: seconds from one look to the next.
+    process: of multiprocessing or subprocess; once it has ended, nothing more can happen, and the wait is over at
+    once. every: seconds between two checks.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
@@ -29,12 +29,12 @@ def has_ended(process) -> bool:
 
 
 def ended_with(process) -> int | None:
-    """The exit code, None while it runs."""
+    """Returns the exit code, or None while the process runs."""
     return process.poll() if hasattr(process, "poll") else process.exitcode
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and not a zombie."""
+    """Tells whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

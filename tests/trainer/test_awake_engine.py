@@ -1,7 +1,7 @@
-"""vLLM with sleep mode under the tool loop: TRL's own VLLMGeneration, on an engine that samples a script on a CPU.
+"""Tests vLLM's sleep mode in the tool loop: TRL's VLLMGeneration over a CPU engine that samples a script.
 
-Handing over weights is a collective where they are sharded, so that processes must do so equally often, whatever the
-number of turns that their rollouts take.
+Sending sharded weights is a collective operation: all processes must do it equally often, even if their rollouts take
+different numbers of turns.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ ASLEEP_OVER_THE_STEP = ["wake weights", "load", "wake kv_cache", "generate", "sl
 
 
 class Engine:
-    """Says `turns` of a rollout one after the other, to every prompt, and keeps what it was asked to do."""
+    """Answers every prompt with `turns`, one after the other, and keeps the requests that it got."""
 
     def __init__(self, turns: list[list[int]]):
         self.turns, self.asked, self.answered = turns, [], 0
@@ -52,7 +52,7 @@ class Engine:
 
 @pytest.fixture
 def trained(monkeypatch, tmp_path, untrained, tokenizer):
-    """turns, sandbox, options -> (engine, trainer) after two steps, or after the error of `raises`."""
+    """Returns a function: turns, sandbox, options -> (engine, trainer) after two steps, or after the error `raises`."""
 
     def train(turns: list[str], sandbox=None, raises=None, **options):
         engine = Engine([tokenizer(turn)["input_ids"] for turn in turns])

@@ -1,4 +1,4 @@
-"""Two gloo processes: prompt groups that span ranks get the advantages of a single process."""
+"""Tests two gloo processes: prompt groups that span ranks get the same advantages as in a single process."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.support.improvement_updates import clipped_gradient
 
 
 def naive_otb(rows):
-    """Advantages of one group by loops; rows with w and reward -> a list per row."""
+    """Returns the advantages of one group from loops; rows with w and reward -> a list per row."""
     result = [[0.0] * len(row["w"]) for row in rows]
     for t in range(max(len(row["w"]) for row in rows)):
         alive = [i for i, row in enumerate(rows) if t < len(row["w"])]
@@ -33,7 +33,7 @@ def naive_otb(rows):
 
 @pytest.fixture(scope="module")
 def trained(policy, tmp_path_factory) -> Path:
-    """What two ranks wrote: a folder for each of their trainings, see tests/support/distributed_worker.py."""
+    """Returns what two ranks wrote: a folder per training, see tests/support/distributed_worker.py."""
     folder = tmp_path_factory.mktemp("ranks")
     run_module_by_two("tests.support.distributed_worker", [str(policy), str(folder)], folder / "log")
     return folder
@@ -100,7 +100,7 @@ def test_learning_rate_and_mismatch_of_two_ranks_are_those_of_all_their_rollouts
 
 
 def test_an_auxiliary_head_of_two_ranks_is_that_of_one_process_with_all_rollouts(trained, policy, tmp_path):
-    """Trained on the same rollouts: lambda, cross-entropy, and the weights of policy and head after four updates."""
+    """On the same rollouts, lambda, cross-entropy and the weights of policy and head agree after four updates."""
     head(str(policy), str(tmp_path), rollouts=12)
     alone = torch.load(tmp_path / "rank0.pt")
     first, second = (torch.load(trained / "head" / f"rank{rank}.pt") for rank in (0, 1))

@@ -1,4 +1,4 @@
-"""The same checks on a CUDA device, where TRL's fused head is Triton kernels; skipped, with a reason, elsewhere."""
+"""Repeats checks on a CUDA device, where TRL's fused head uses Triton kernels; skipped elsewhere, with a reason."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Lean steps: fewer rows, less padding and one forward less, and the same gradients, metrics and distribution."""
+"""Tests lean steps: they save rows, padding and a forward, and keep gradients, metrics and the distribution."""
 
 import copy
 from contextlib import nullcontext
@@ -28,14 +28,14 @@ MOVING = ("step_time", "seconds", "runtime", "per_second", "total_flos")
 
 
 def logged(trainer) -> list[dict]:
-    """What was logged of each step, without times."""
+    """Returns the log of each step without times."""
     rows = [row for row in trainer.state.log_history if "loss" in row]
     return [{name: value for name, value in row.items() if not any(part in name for part in MOVING)} for row in rows]
 
 
 @pytest.fixture
 def rows_read(monkeypatch) -> dict[bool, int]:
-    """Counts the rollouts of the forwards of scoring and loss, by whether a gradient can flow through them."""
+    """Counts the rollouts in forwards of scoring and loss, separately with and without gradient."""
     rows, original = {True: 0, False: 0}, GRPOTrainer._get_per_token_logps_and_entropies
 
     def counting(self, model, input_ids, *args, **kwargs):
@@ -77,7 +77,7 @@ CASES = {
 def test_a_lean_step_has_the_gradient_and_the_metrics_of_a_plain_one(
     tmp_path, untrained, tokenizer, same_rollouts, case
 ):
-    """SGD trains here, whose steps are as exact as gradients: Adam makes a full step of what is rounding alone."""
+    """SGD trains here, because its steps are as exact as gradients; Adam turns mere rounding into a full step."""
     baseline, options = CASES[case]
     options = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1} | options
     lean, plain = (
@@ -108,7 +108,7 @@ def test_uniform_token_weights_change_no_bit_and_cost_no_forward(tmp_path, untra
 
 
 def constant_first_groups(completions, **columns) -> list[float]:
-    """Half of the groups of 4 get the same reward everywhere, 1, which teaches nothing."""
+    """Gives half of the groups of 4 the reward 1 for every rollout, so these groups teach nothing."""
     return [1.0 if (row // 4) % 2 else float(row % 2) for row in range(len(completions))]
 
 
@@ -140,7 +140,7 @@ def test_without_anything_to_learn_a_step_has_no_gradient_and_does_not_fail(tmp_
 
 
 def test_what_the_loss_reads_beside_advantages_keeps_every_row(tmp_path, untrained, tokenizer, rows_read):
-    """A KL term has a gradient where the advantage is 0: 16 rows of the loss, of the reference and of score norms."""
+    """A KL term has a gradient even at advantage 0: loss, reference and score norms each read 16 rows."""
     recorded(tmp_path, untrained, tokenizer, reward=constant_first_groups, max_steps=1, beta=0.1, lean_steps=True)
     assert rows_read == {True: 16, False: 32}
 
@@ -179,7 +179,7 @@ ENDS = list(range(0, 480, 16))  # tokens that end a response: of random weights 
 
 @pytest.fixture
 def chaotic(untrained, tokenizer):
-    """A policy that is far from uniform and never settles, so that responses end at all lengths."""
+    """Returns a policy that is far from uniform and does not repeat itself, so responses end at all lengths."""
     with torch.no_grad():
         for parameter in untrained.parameters():
             if parameter.dim() == 2:
@@ -188,7 +188,7 @@ def chaotic(untrained, tokenizer):
 
 
 def prompts_of(tokenizer, count: int, copies: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Problems of the task, each so many times, padded on the left: ids and attention mask (count * copies, L)."""
+    """Returns ids and attention mask (count * copies, L) of problems, `copies` times each, padded on the left."""
     ids = [
         tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
         for row in Arithmetic().train_dataset().select(range(count))
@@ -207,7 +207,7 @@ def configuration(tokenizer, **options) -> GenerationConfig:
 
 @pytest.fixture
 def rows_of_forwards(chaotic, monkeypatch) -> list[tuple[int, int]]:
-    """(rows, tokens) of each forward of the policy."""
+    """Collects (rows, tokens) of each forward of the policy."""
     model, _ = chaotic
     shapes, forward = [], model.model.forward
 
@@ -222,7 +222,7 @@ def rows_of_forwards(chaotic, monkeypatch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("copies", [1, 4, 32])
 @torch.no_grad()
 def test_the_loop_gives_the_responses_of_generates_own(chaotic, rows_of_forwards, copies):
-    """The most likely responses, so that no random number takes part; 32 copies of a prompt are read as one."""
+    """The most likely responses need no random number; 32 copies of a prompt are read as one."""
     model, tokenizer = chaotic
     ids, mask = prompts_of(tokenizer, 96 // copies, copies)
     options = dict(input_ids=ids, attention_mask=mask, generation_config=configuration(tokenizer, do_sample=False))
@@ -236,7 +236,7 @@ def test_the_loop_gives_the_responses_of_generates_own(chaotic, rows_of_forwards
 
 @torch.no_grad()
 def test_tokens_are_drawn_from_the_policy_also_after_rows_have_left(chaotic):
-    """log pi + entropy of a token that is drawn from pi is 0 on average, at whatever place it stands."""
+    """For a token drawn from pi, log pi + entropy is 0 on average at every position."""
     model, tokenizer = chaotic
     ids, mask = prompts_of(tokenizer, 64, copies=8)
     config = configuration(tokenizer, do_sample=True, top_k=0, top_p=1.0, temperature=1.0)
@@ -256,7 +256,7 @@ def test_tokens_are_drawn_from_the_policy_also_after_rows_have_left(chaotic):
 
 
 def test_tokens_are_drawn_with_their_probabilities_and_never_where_these_are_zero():
-    """Frequencies of 200,000 draws; the vocabulary's first and last tokens are among those that cannot be drawn."""
+    """Checks frequencies of 200,000 draws; the first and last tokens of the vocabulary have probability 0."""
     probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.19, 0.0099, 0.0001, 0.0])
     torch.manual_seed(0)
     tokens = chosen(probabilities.log().expand(200_000, -1), do_sample=True)
@@ -365,7 +365,7 @@ def test_a_generate_of_the_models_own_is_used_and_put_back(chaotic):
 
 
 def scored(trainer, rows: int = 16) -> dict:
-    """A generation of the trainer, as it goes to the loss."""
+    """Returns a generation of the trainer as its loss gets it."""
     trainer.model.train()
     batch = [trainer.train_dataset[number // 4] for number in range(rows)]
     return trainer._generate_and_score_completions(batch)
@@ -392,7 +392,7 @@ def test_a_kept_pass_serves_its_own_batch_alone(tmp_path, untrained, tokenizer):
 
 
 def wrong_guess(rollouts):
-    """Advantages of 1 where rewards vary, as long as norms are 1, which is the guess; else where rewards are equal."""
+    """Gives advantage 1 to groups with varying rewards in the guess (norms of 1), later to groups with equal ones."""
     is_guess = bool((rollouts.score_norms[rollouts.own] == 1).all())
     varies = rollouts.rewards.ne(rollouts.rewards[:, :1]).any(1).view(-1, 1, 1)
     returns = rollouts.rewards.unsqueeze(-1)
@@ -433,7 +433,7 @@ def test_a_baseline_that_draws_leaves_the_random_state_of_training_alone(tmp_pat
 def test_a_baseline_that_reads_hidden_states_and_learns_nothing_trains(tmp_path, untrained, tokenizer):
     @declare(needs={"hidden_states"})
     class Frozen:
-        """A value that was fitted elsewhere."""
+        """Is a baseline that reads hidden states but does not learn."""
 
         def reduce(self, tokens):
             return {"value": tokens.hidden_states[:, 0, 0]}, {}

@@ -1,4 +1,4 @@
-"""The batches of a step, and the arguments that a baseline does not take."""
+"""Tests the batches of a step, and refused arguments of a baseline."""
 
 import re
 from functools import partial
@@ -45,7 +45,7 @@ def test_a_division_with_a_rest_is_refused_with_one_that_has_none(arguments, sai
 
 
 def noisy(forward, accumulation, processes=1, kind=Options):
-    """Options of a measurement of gradient noise in groups of 4."""
+    """Returns options for a measurement of gradient noise in groups of 4."""
     return kind(
         measure_gradient_noise=True,
         num_generations=4,
@@ -103,7 +103,7 @@ def test_arguments_that_a_baseline_does_not_take_are_refused_before_the_model_lo
 
 
 class Scaled:
-    """A baseline that is an object."""
+    """Is a baseline that is an object."""
 
     def __call__(self, rollouts, by="reward"):
         return rollouts

@@ -1,7 +1,7 @@
-"""Training computes what it computed before: weights and every logged number, bit for bit, in many configurations.
+"""Tests that training computes the same as before, bit for bit: weights and every logged number.
 
-A change that is meant to change them updates the file: `python -m tests.support.parity tests/data/parity.json`, and the
-version of the package.
+A deliberate change updates the file with `python -m tests.support.parity tests/data/parity.json`, and also the version
+of the package.
 """
 
 import json
@@ -19,7 +19,7 @@ EXPECTED = json.loads((ROOT / "tests" / "data" / "parity.json").read_text())
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    """The digests of this machine."""
+    """Returns the digests on this machine."""
     file = tmp_path_factory.mktemp("parity") / "found.json"
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.parity", str(file)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}

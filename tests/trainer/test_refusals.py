@@ -1,4 +1,4 @@
-"""What a baseline, a sampler and each method refuse: once, in the words of a script and in those of a run.
+"""Tests what a baseline, a sampler and each method refuse, in the words of a script and of a run.
 
 The shared table hands the same options to `refuse` twice. OTBTrainer and the command line ask it before anything loads.
 """
@@ -262,7 +262,7 @@ ASKED = re.compile(r"""(?:options\.(?!says|refus|key|but|batch)|(?:says|refusal|
 
 
 def options_read() -> set[str]:
-    """The names that refusals ask for, and those that they write into messages."""
+    """Returns the names that refusals read, and the names that they write into messages."""
     names = set()
     for file in (ROOT / "otb" / "training" / "options.py", *(ROOT / "otb" / "methods").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf8"))):
@@ -273,7 +273,7 @@ def options_read() -> set[str]:
 
 
 def test_refusals_ask_for_options_that_there_are():
-    """A misspelt name would be None, and nothing would be refused."""
+    """A misspelt name would read as None, and nothing would be refused."""
     there_are = {*OTBConfig.__dataclass_fields__, *OF_THE_TRAINER, "world_size", "sharded"}
     assert options_read() <= there_are and len(options_read()) > 25
     assert {*inspect.signature(OTBTrainer).parameters, *inspect.signature(GRPOTrainer).parameters} >= OF_THE_TRAINER

@@ -1,4 +1,4 @@
-"""otb/seams.py against the installed libraries, and against what the project uses of their insides."""
+"""Tests otb/seams.py against the installed libraries, and against the project's use of their internals."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ def is_private(name: str) -> bool:
 
 
 def names_defined(tree: ast.AST) -> Iterator[str]:
-    """Names that a file gives to functions, classes, variables and attributes."""
+    """Yields the names that a file gives to functions, classes, variables and attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -33,7 +33,7 @@ def names_defined(tree: ast.AST) -> Iterator[str]:
 
 
 def names_used(tree: ast.AST) -> Iterator[str]:
-    """Attributes that a file reads, writes, or names in getattr and its like."""
+    """Yields attributes that a file reads, writes, or names in getattr, hasattr or setattr."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -42,7 +42,7 @@ def names_used(tree: ast.AST) -> Iterator[str]:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name) of every `from module import name`, at any depth."""
+    """Yields (module, name) of every `from module import name`, at any depth."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((node.module, alias.name) for alias in node.names)
@@ -56,7 +56,7 @@ OWNERS = {owner.partition(":")[2] for owner in SEAMS}
 
 
 def relied_on(file: str) -> set[str]:
-    """The private names of other libraries that a file uses, and what it imports from their inner modules."""
+    """Returns the private names of other libraries that a file uses, and its imports from their private modules."""
     tree, private = TREES[file], set()
     for module, name in imports(tree):
         inner = module.startswith("trl.") or any(is_private(part) for part in [*module.split("."), name])

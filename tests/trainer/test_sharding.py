@@ -1,4 +1,4 @@
-"""FSDP2 and ZeRO-3 on two gloo processes train like plain data parallelism; log-probs stay float32 under bfloat16."""
+"""Tests that FSDP2 and ZeRO-3 on two gloo processes train like DDP, and that log-probs stay float32 under bfloat16."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def trainings(parallel):
-    """Options of tests/support/sharded_worker.py by name."""
+    """Returns name -> options of tests/support/sharded_worker.py."""
     bfloat16 = {"parallel": parallel, "bf16": True}
     lora = {"lora": True, "weights": "bfloat16"}
     return {
@@ -38,7 +38,7 @@ IN_BFLOAT16 = [name for name in trainings("fsdp2") if "pass" in name]
 
 @pytest.fixture(scope="module", params=["fsdp2", pytest.param("zero3", marks=pytest.mark.needs_vllm)])
 def written(request, policy, tmp_path_factory):
-    """The folder in which both processes wrote what each of the trainings gave them."""
+    """Returns the folder in which both processes wrote the results of each training."""
     folder = tmp_path_factory.mktemp("sharded")
     module, given = "tests.support.sharded_worker", [str(policy), str(folder), json.dumps(trainings(request.param))]
     if request.param == "zero3":  # of another environment, so nothing can be forked
@@ -57,7 +57,7 @@ def both_ranks(folder, name):
 
 
 def recomputed(policy, batch):
-    """log pi and w of one process's rows in float32, from full logits; zero where no token was sampled."""
+    """Returns log pi and w of one process's rows in float32, from full logits; 0 where no token was sampled."""
     model = AutoModelForCausalLM.from_pretrained(policy)
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
@@ -69,12 +69,12 @@ def recomputed(policy, batch):
 
 
 def joined(rows):
-    """Rows of both processes in one tensor, (B, C), padded with 0."""
+    """Returns the rows of both processes in one tensor, (B, C), padded with 0."""
     return torch.nn.utils.rnn.pad_sequence([row for part in rows for row in part], batch_first=True)
 
 
 def naive_advantages(rewards, w, lengths):
-    """otb by loops. rewards, lengths (P, G), w (P, G, T) -> (P * G, T); 0 behind the end of a response."""
+    """Computes otb in loops. rewards, lengths (P, G), w (P, G, T) -> (P * G, T); 0 after the end of a response."""
     advantages = torch.zeros_like(w)
     for group in range(len(rewards)):
         for t in range(int(lengths[group].max())):
@@ -87,9 +87,9 @@ def naive_advantages(rewards, w, lengths):
 
 
 def recomputed_step(policy, ranks, options):
-    """Loss and gradient (name -> float64) of the first step, from both processes' rows, by one float32 model.
+    """Returns loss and gradient (name -> float64) of the first step, from both processes' rows and one float32 model.
 
-    Its weights are those that the processes had.
+    The model has the weights that the processes had.
     """
     model = AutoModelForCausalLM.from_pretrained(
         policy, dtype=getattr(torch, options.get("weights", "float32"))
@@ -162,7 +162,7 @@ def test_sharding_in_bfloat16_keeps_advantages_in_float32(written, training):
 
 @pytest.mark.parametrize("training", IN_BFLOAT16)
 def test_first_step_of_sharding_in_bfloat16_is_that_of_one_float32_process(written, policy, training):
-    """The rounding of a bfloat16 forward and backward is all that it differs by."""
+    """The two differ only by the rounding of a bfloat16 forward and backward."""
     ranks = both_ranks(written, training)
     logged, trained = ranks[0]["log"][0], ranks[0]["trained"]
     loss, gradients = recomputed_step(policy, ranks, trainings("fsdp2")[training])
@@ -172,24 +172,24 @@ def test_first_step_of_sharding_in_bfloat16_is_that_of_one_float32_process(writt
         torch.cat([values[name].flatten() for name in gradients])
         for values in ({name: gradient.double() for name, (_, gradient) in trained.items()}, gradients)
     )
-    # Measured: norms differ by .0017 to .0022 of theirs, gradients by .022 to .027; a rounded gradient by .0017 alone.
+    # Measured relative differences: norms 0.0017 to 0.0022, gradients 0.022 to 0.027; rounding a gradient alone 0.0017.
     assert logged["grad_norm"] == pytest.approx(float(found.norm()), rel=1e-4)
     assert logged["grad_norm"] == pytest.approx(float(expected.norm()), rel=0.005)
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def test_gradients_of_sharding_in_bfloat16_are_reduced_in_float32(written):
-    """Each process's own gradient has eight bits. Two of them summed in float32 have more, summed in bfloat16 not.
+    """Each process's gradient has eight bits. A sum of two in float32 has more bits, a sum in bfloat16 does not.
 
-    Their norms do not tell: the error of a bfloat16 sum is a tenth of that of the backward pass.
+    Norms cannot show it, because the error of a bfloat16 sum is a tenth of the backward's error.
     """
     for training in IN_BFLOAT16:
-        assert 0.5 < beyond_bfloat16(written, training) < 0.7  # measured: .56 to .58
+        assert 0.5 < beyond_bfloat16(written, training) < 0.7  # measured: 0.56 to 0.58
     assert beyond_bfloat16(written, "reduced in bfloat16") == 0
 
 
 def beyond_bfloat16(folder, training):
-    """The share of the first step's gradient that bfloat16 cannot hold, of what is not 0."""
+    """Returns the share of non-zero entries of the first step's gradient that bfloat16 cannot represent."""
     values = torch.cat([gradient.flatten() for _, gradient in both_ranks(folder, training)[0]["trained"].values()])
     values = values[values != 0]
     assert values.dtype == torch.float32 and len(values) > 10_000

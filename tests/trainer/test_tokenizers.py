@@ -1,4 +1,4 @@
-"""Tokenizers as real models have them, from the prompt to the loss: BOS, padding that is the end token, ends of turns.
+"""Tests tokenizers like real models' from prompt to loss: BOS, padding with the end token, ends of turns.
 
 Each is the tiny tokenizer with one thing changed.
 """
@@ -30,7 +30,7 @@ CHATS = [
 
 
 def with_bos(tokenizer):
-    """A tokenizer that puts BOS before every text, as Llama's does."""
+    """Returns a tokenizer that puts BOS before every text, as Llama's does."""
     changed = copy.deepcopy(tokenizer)
     changed.bos_token = BOS
     changed.backend_tokenizer.post_processor = TemplateProcessing(
@@ -41,7 +41,7 @@ def with_bos(tokenizer):
 
 
 def sampled(tmp_path, model, tokenizer, chats=CHATS, **options) -> tuple[dict, RecordingTrainer]:
-    """What one generation handed to the loss: a group of 4 for each chat."""
+    """Returns one generation's batch for the loss: a group of 4 for each chat."""
     rows = Dataset.from_list([{"prompt": chat} for chat in chats])
     options = {"per_device_train_batch_size": 4 * len(chats), "max_steps": 1} | options
     settings = config(tmp_path, **options)
@@ -86,7 +86,7 @@ def test_plain_template_writes_the_begin_token_of_a_tokenizer_that_adds_one(toke
 
 
 def test_training_is_the_same_whatever_token_pads(tmp_path, untrained, tokenizer):
-    """Padding enters neither a baseline nor the loss. Without a token for it TRL pads by the end token."""
+    """Padding enters neither a baseline nor the loss. Without a padding token, TRL pads with the end token."""
     changed = copy.deepcopy(tokenizer)
     changed.pad_token = None
     ends = [changed.eos_token_id, *untrained.generation_config.eos_token_id]
@@ -116,7 +116,7 @@ def test_training_is_the_same_whatever_token_pads(tmp_path, untrained, tokenizer
 
 
 def test_a_base_models_rollouts_end_with_the_token_that_ends_the_turn(tmp_path, tokenizer, untrained):
-    """Its own end token is another one; the token that ends the turn is the policy's, counted and trained."""
+    """The model's end token differs; the token that ends the turn is an own token, counted and trained."""
     changed = copy.deepcopy(tokenizer)
     changed.eos_token, changed.chat_template = PAD, CHAT_TEMPLATE.replace(END, OTHER_END)
     end = tokenizer.convert_tokens_to_ids(OTHER_END)

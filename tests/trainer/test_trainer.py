@@ -1,4 +1,4 @@
-"""OTBTrainer inside real TRL training steps: advantages against naive loops, parity with TRL, what is refused."""
+"""Tests OTBTrainer inside real TRL training: advantages against naive loops, parity with TRL, and refusals."""
 
 import copy
 
@@ -24,7 +24,7 @@ def nan_for_some(completions, **columns):
 
 
 class Counting:
-    """The mean of the group, which keeps what it was asked about."""
+    """Returns the group mean, and keeps the rollouts that it was called with."""
 
     def __init__(self):
         self.rewards = []
@@ -89,7 +89,7 @@ def rows_without_gradient(monkeypatch) -> list[int]:
 def test_trainer_adds_at_most_one_forward_and_none_where_trl_makes_its_own(
     tmp_path, untrained, tokenizer, rows_without_gradient, passes, options
 ):
-    """With num_iterations=2 the one pass is TRL's old log-probs, with beta one of the two is the reference model's."""
+    """With num_iterations=2 the only pass gives TRL's old log-probs; with beta, one of two is the reference model's."""
     recorded(tmp_path, untrained, tokenizer, max_steps=1, **options)
     assert sum(rows_without_gradient) == passes * 16
 
@@ -168,7 +168,7 @@ def test_evaluation_and_logging_frequency_leave_the_training_trajectory_alone(tm
 
 
 def test_generation_by_continuous_batching_feeds_no_baseline_in_an_evaluation(tmp_path, untrained, tokenizer):
-    """TRL calls `train()` after such a generation, so that the rest of an evaluation would count as training."""
+    """TRL calls `train()` after such a generation, so the rest of an evaluation would otherwise count as training."""
     trainer = OTBTrainer(
         untrained,
         byte_reward,
@@ -198,7 +198,7 @@ def test_isolated_random_state_restores_every_generator():
 
 @pytest.mark.parametrize(("in_use", "touched"), [(True, [1]), (False, [])])
 def test_isolated_random_state_asks_and_seeds_no_gpu_but_the_current_one_in_use(monkeypatch, in_use, touched):
-    """Asking any other GPU for its state would take memory there: of eight processes each would on all eight."""
+    """Reading another GPU's state takes memory there: each of eight processes would take memory on all eight."""
     asked, restored, seeded = [], [], []
     answers = {
         "is_available": lambda: True,
@@ -270,7 +270,7 @@ def test_config_refuses_scaling_outside_the_baseline(tmp_path):
 
 
 def test_generation_in_chunks_gives_every_rollout_its_prompt(tmp_path, untrained, tokenizer):
-    """Whole groups in the order of the prompts, as many as without chunks; only the draws differ."""
+    """Groups are whole and in the order of the prompts, as many as without chunks; only the draws differ."""
     whole = recorded(tmp_path / "whole", copy.deepcopy(untrained), tokenizer, max_steps=1)
     chunks = recorded(tmp_path / "chunks", untrained, tokenizer, max_steps=1, rows_per_generation=5)
     (one, _), (other, _) = whole.batches[0], chunks.batches[0]

@@ -1,4 +1,4 @@
-"""What the trainer measures for a baseline: hidden states, exact norms, and the state of one that learns."""
+"""Tests what the trainer measures for a baseline: hidden states and exact norms; and the state of a learning one."""
 
 import copy
 
@@ -22,7 +22,7 @@ from tests.support.trainers import byte_reward, config, dataset, recorded
 
 @declare(needs={"hidden_states", "score_norms", "sequence_norms", "prefix_norms"})
 class Everything:
-    """Keeps what it is given."""
+    """Keeps the rollouts that it gets."""
 
     def __init__(self):
         self.steps = []
@@ -43,7 +43,7 @@ class Everything:
 
 
 class Checking(OTBTrainer):
-    """Compares what the baseline is given with a plain forward over the padded batch, before the weights change."""
+    """Compares the baseline's inputs with a plain forward over the padded batch, before the weights change."""
 
     def _replace_advantages(self, output):
         super()._replace_advantages(output)

@@ -1,4 +1,4 @@
-"""Runs and evaluations with rollouts_by=vllm, on vLLM built for CPUs: with tools and without, one process and two."""
+"""Tests runs and evaluations with rollouts_by=vllm on vLLM for CPUs: with and without tools, 1 and 2 processes."""
 
 import math
 import os
@@ -51,7 +51,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def policies(tokenizer, tmp_path_factory):
-    """Folders of the policies by the run's name."""
+    """Returns name of the run -> folder of its policy."""
     folder = tmp_path_factory.mktemp("policies")
     untrained = save_untrained(tokenizer, folder / "untrained")
     return {name: untrained for name in RUNS} | {"tools": save_caller(tokenizer, folder / "caller")}
@@ -59,7 +59,7 @@ def policies(tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(vllm_python, policies, tmp_path_factory):
-    """A function that makes one of RUNS, once -> its directory and what it printed."""
+    """Returns a function that makes one of RUNS, once -> its directory and output."""
     folder, done = tmp_path_factory.mktemp("vllm"), {}
 
     def make(name):
@@ -84,7 +84,7 @@ def the_run_of(python, given, folder):
 
 
 def with_vllm(python, given, log):
-    """The command in one process, to its end."""
+    """Runs the command in one process to its end."""
     command = [python, "-m", "tests.support.vllm_run", *given]
     with open(log, "wb") as output:
         variables = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -104,7 +104,7 @@ def responses(run, step):
 
 @pytest.mark.parametrize("name", ["seed 0", "lora", "fsdp2", "zero3", "fsdp2 lora", "zero3 lora"])
 def test_vllm_samples_with_the_weights_of_every_step(made, policies, name):
-    """Its log-probs stay beside the trainer's, while the policy moves away from where it began."""
+    """vLLM's log-probs stay close to the trainer's, while the policy moves away from its start."""
     run, _ = made(name)
     metrics = rows(run / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
@@ -117,7 +117,7 @@ def test_vllm_samples_with_the_weights_of_every_step(made, policies, name):
 
 
 def test_two_processes_that_share_a_copy_of_the_policy_draw_the_same_tokens(vllm_python, policies, tmp_path):
-    """Each draws those of both; with other tokens they would wait for each other forever. An evaluation in it too."""
+    """Each draws both processes' tokens; if they differed, both would wait forever. The evaluation is checked too."""
     values = PARITY | {"rollouts_by.tensor_parallel": 2, "rollouts_by.sleep": "false", "learning_rate": 0.01}
     values |= {"trainer.use_cpu": "true", "model.name": policies["seed 0"], "runs_dir": tmp_path / "runs"}
     given, before = [f"{key}={value}" for key, value in values.items()], set(SHARED_MEMORY.glob("*cpushm*"))
@@ -135,7 +135,7 @@ def test_two_processes_that_share_a_copy_of_the_policy_draw_the_same_tokens(vllm
 
 
 def test_runs_of_different_seeds_sample_different_responses_to_the_same_prompt(made):
-    """vLLM seeds each process with the number of the process, whatever the run's seed."""
+    """vLLM seeds each process with the process's number, whatever the run's seed is."""
     (prompts, first), (same_prompts, other) = (responses(made(name)[0], 1) for name in ("seed 0", "seed 1"))
     assert prompts == same_prompts and len(set(prompts)) == 1
     assert sum(mine == its for mine, its in zip(first, other, strict=True)) < len(first) / 2
@@ -149,7 +149,7 @@ def test_importance_ratios_are_clipped_token_by_token(made):
 
 
 def test_rollouts_whose_geometric_mean_ratio_leaves_the_band_are_dropped(made):
-    """Adapters begin at zero, so that the first rollouts are those of the run without adapters and without a band."""
+    """Adapters begin at zero, so the first rollouts equal those of the run without adapters and without a band."""
     (run, _), (other, _) = made("lora"), made("seed 0")
     left, whole = kept(run, 1), kept(other, 1)
     sampled = torch.load(run / "sampled-1.pt").numpy()
@@ -172,7 +172,7 @@ def test_evaluations_are_sampled_by_vllm_too(made):
 
 
 def test_vllm_says_nothing_that_is_no_warning_and_samples_a_float32_policy_in_bfloat16(made, policies):
-    """docs/gpus.md says the latter; TRL has no option for it."""
+    """docs/gpus.md states the bfloat16; TRL has no option for it."""
     _, printed = made("seed 0")
     assert "INFO" not in printed
     assert f"vLLM loads {policies['seed 0']} and samples in torch.bfloat16" in printed
@@ -189,7 +189,7 @@ def test_tools_are_called_between_turns_that_vllm_samples(made):
 def test_checkpoints_of_a_run_are_evaluated_by_vllm_each_with_its_own_weights(
     made, vllm_python, policies, tokenizer, tmp_path
 ):
-    """The run's own checkpoint calls Python in half of its turns; a second one beside it only answers, and 8."""
+    """The run's checkpoint calls Python in half of its turns; a second checkpoint always answers 8."""
     run = tmp_path / "run"
     shutil.copytree(made("tools")[0], run)
     eight = ANSWER.replace("7", "8")
@@ -215,7 +215,7 @@ def test_checkpoints_of_a_run_are_evaluated_by_vllm_each_with_its_own_weights(
 
 @pytest.mark.parametrize("trained", ["", " lora"])
 def test_sharded_policies_reach_vllm_and_their_first_step_is_the_same(made, trained):
-    """FSDP2 and ZeRO-3 in bfloat16: the same weights, so the same rollouts, energies and gradient."""
+    """FSDP2 and ZeRO-3 in bfloat16 have the same weights, so the same rollouts, energies and gradient."""
     fsdp2, zero3 = (rows(made(f"{kind}{trained}")[0] / "metrics.jsonl") for kind in ("fsdp2", "zero3"))
     assert len(fsdp2) == len(zero3) == 3
     for name in ("own_tokens", "reward_mean", "mismatch_mean", "energy_mean", "total_power", "gradient_norm"):
@@ -224,7 +224,7 @@ def test_sharded_policies_reach_vllm_and_their_first_step_is_the_same(made, trai
 
 
 def test_probe_of_a_sharded_run_is_fitted_to_the_rollouts_of_both_processes(made):
-    """Its first baseline is the mean of the group's others; then its sums hold every energy, decayed step by step."""
+    """The first baseline is the mean of the group's others; its sums then hold all energies, decayed step by step."""
     run, _ = made("fsdp2 energy_probe")
     first, second = kept(run, 1), kept(run, 2)
     for _, group in first.groupby("prompt"):
