@@ -157,7 +157,8 @@ def drawing(table: pd.DataFrame, title: str, off: str):
     _, axes = figure(1, PAGE, height, rows=len(tasks), squeeze=False, height_ratios=[count + 1 for count in counts])
     for ax, task in zip(axes[:, 0], tasks, strict=True):
         rows = drawn[drawn.task == task]
-        places = range(len(rows))[::-1]
+        rows = rows[::-1]  # the first row on top
+        places = range(len(rows))
         ax.axvline(0, color="0.6", lw=0.8, zorder=0)
         ax.hlines(places, rows.difference_low, rows.difference_high, color="#0072B2", lw=1.6)
         ax.plot(rows.difference, places, ls="", marker="o", ms=2.5, color="#0072B2")
@@ -171,8 +172,8 @@ def drawing(table: pd.DataFrame, title: str, off: str):
         ax.grid(axis="y", visible=False)
     axes[0, 0].figure.suptitle(title, fontsize=10)
     axes[0, 0].figure.supxlabel(f"final accuracy, minus the one with {off}; 95 % intervals over seeds", fontsize=8)
-    keep_numbers(axes[:, 0], drawn)
-    return axes[:, 0]
+    keep_numbers(axes, drawn)
+    return axes
 
 
 def plain(variant: str) -> str:

@@ -91,7 +91,8 @@ def part_of(
     drawn = drawings.draw_all([first, *figures] if first else figures, folder)
     main = drawn.pop(0) if first else None
     name = setting_labels(loaded.runs).get(setting, "")
-    result, tables = result_of(table), list(tables_of(table, target))
+    result = result_of(table)
+    tables = list(tables_of(table, target))
     return Part(setting, name, target, *result, has_rival(table), claims, tables, drawn, main)
 
 
