@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-_NEEDED = ("jinja2", "matplotlib", "pandas", "pyarrow", "rich", "scipy", "yaml")
+_NEEDED = ("jinja2", "matplotlib", "pandas", "psutil", "pyarrow", "rich", "scipy", "yaml")
 _MISSING = [name for name in _NEEDED if not find_spec(name)]
 if _MISSING:
     raise ModuleNotFoundError(

@@ -20,7 +20,9 @@ WAYS = {  # metric -> how to get it, where that is not obvious from its name
 def one_setting(table: pd.DataFrame) -> pd.DataFrame:
     """Returns `table` as it is. Raises RunError where it mixes settings or is empty."""
     if table.empty:
-        raise RunError("No finished run to draw. Finish some runs, or use include=unfinished to draw them as they are.")
+        raise RunError(
+            "No finished run to draw. Finish some runs, or add --include unfinished to draw them as they are."
+        )
     settings = sorted(set(map(str, table.setting.unique())) - {""})  # "": a plain TRL run, which has none
     if len(settings) > 1:
         raise RunError(

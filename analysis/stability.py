@@ -16,7 +16,8 @@ from analysis.arms import by_arm, colour
 from analysis.by_run import by_run
 from analysis.checks import one_setting, require
 from analysis.intervals import FEWEST, wilson
-from analysis.style import PAGE, dash, figure, keep_numbers, legend_below, seeds_text
+from analysis.style import PAGE, dash, figure, interval_text, keep_numbers, legend_below, seeds_text
+from analysis.ticks import whole_numbers
 
 WINDOW = 10
 SURGE = 5.0
@@ -108,13 +109,19 @@ def stability(table: pd.DataFrame):
         names.append(text)
         for axes, column in ((surge, "surge_share"), (worst, "worst_drawdown")):
             spread = np.linspace(-0.15, 0.15, n) if n > 1 else [0]
-            axes.plot(place + np.asarray(spread), arm[column], "o", color=tint, ms=3, alpha=0.7)
+            axes.plot(place + np.asarray(spread), arm[column], "o", color=tint, ms=3, alpha=0.7, clip_on=False)
         plotted.append(arm)
     alive.set(xlabel="step", ylabel="share of seeds alive", ylim=(-0.03, 1.03))
-    alive.set_title(f"{seeds_text([len(p) for p in plotted])} per arm; 95 % Wilson", loc="left", fontsize=7)
+    whole_numbers(alive.xaxis)
+    seeds = [len(part) for part in plotted]
+    alive.set_title(f"{seeds_text(seeds)} per arm{interval_text(seeds)} (Wilson)", loc="left", fontsize=7)
     legend_below(alive)
-    for axes, what in ((surge, "steps with a surge (share)"), (worst, "worst drawdown")):
-        axes.set(ylabel=what, xticks=range(len(names)), ylim=(-0.02, None))
+    for axes, what, column in (
+        (surge, "steps with a surge (share)", "surge_share"),
+        (worst, "worst drawdown", "worst_drawdown"),
+    ):
+        highest = runs[column].max()
+        axes.set(ylabel=what, xticks=range(len(names)), ylim=(0, 1.1 * highest if highest > 0 else 0.1))
         axes.set_xticklabels(names, rotation=60, ha="right")
         axes.set_title("a point per seed", loc="left", fontsize=7)
     keep_numbers(alive, pd.concat(plotted))

@@ -18,6 +18,8 @@ import numpy as np
 import pandas as pd
 from fontTools import subset
 
+from analysis.intervals import FEWEST
+
 # What shapes text stays out of a PDF's fonts, as a PDF places every glyph itself: the subset is made in a third of the
 # time.
 subset.Options._drop_tables_default += ["GDEF", "GPOS", "GSUB"]
@@ -37,6 +39,13 @@ def seeds_text(seeds: Collection[int]) -> str:
     """Returns "5 seeds", or "3-5 seeds" where arms differ; every figure says it."""
     low, high = min(seeds), max(seeds)
     return f"{low} seed{'s' if low != 1 else ''}" if low == high else f"{low}-{high} seeds"
+
+
+def interval_text(seeds: Collection[int], what: str = "band") -> str:
+    """Returns the end of a title: which mark is the interval, and that few seeds have none. seeds: per arm or point."""
+    if max(seeds) < FEWEST:
+        return f"; no interval below {FEWEST} seeds"
+    return f"; {what}: 95 % interval" + (f", from {FEWEST} seeds on" if min(seeds) < FEWEST else "")
 
 
 def figure(columns: int = 1, width: float = COLUMN, height: float = 2.3, rows: int = 1, **options):

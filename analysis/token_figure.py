@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import EngFormatter
 
 from analysis.arms import by_arm, colour, label, marker
 from analysis.checks import one_setting, require
 from analysis.intervals import Interval, bootstrap
 from analysis.style import PAGE, dash, figure, keep_numbers, legend_below, seeds_text
+from analysis.ticks import plain_log
 from analysis.token_consumption import (
     PROGRESS_COLUMNS,
     consumption,
@@ -86,6 +88,7 @@ def token_consumption(table: pd.DataFrame, target: float):
     left.set(
         xlabel="target accuracy (hollow: some seeds censored)", ylabel="own tokens (restricted mean)", yscale="log"
     )
+    plain_log(left.yaxis, EngFormatter(sep=""))
     left.set_title(f"{seeds_text(curves.runs)} per arm", loc="left", fontsize=7)
     legend_below(left)
     against = _saving_rows(table, target)

@@ -44,7 +44,8 @@ def token_positions(group: pd.DataFrame):
     """
     numbers = group_numbers(group)
     names = list(dict.fromkeys(numbers.rollout))
-    texts = [lay_out(numbers[numbers.rollout == name]) for name in names[:SHOWN]]
+    with_text = shown_rollouts(numbers)
+    texts = [lay_out(numbers[numbers.rollout == name]) for name in with_text]
     heights = [0.2 + 0.13 * (1 + max(line for line, *_ in text)) for text in texts]
     figure = plt.figure(figsize=(PAGE, 2.3 + sum(heights)))
     grid = figure.add_gridspec(1 + len(texts), 3, height_ratios=[2.1, *heights])
@@ -58,16 +59,29 @@ def token_positions(group: pd.DataFrame):
     if len(names) <= 2 * SHOWN:
         curves[0].legend(fontsize=5.5)
     limit = largest([numbers.advantage])
-    for place, (name, text) in enumerate(zip(names, texts, strict=False)):
+    for place, (name, text) in enumerate(zip(with_text, texts, strict=True)):
         axes = figure.add_subplot(grid[1 + place, :])
         reward = numbers[numbers.rollout == name].reward.iloc[0]
-        axes.set_title(f"rollout {name}, reward {reward:g}", loc="left", fontsize=6, color=LINES[place], pad=1)
+        axes.set_title(
+            f"rollout {name}, reward {reward:g}",
+            loc="left",
+            fontsize=6,
+            color=LINES[names.index(name) % len(LINES)],
+            pad=1,
+        )
         write_tokens(axes, text, limit)
     cut = f"; texts of {len(names) - len(texts)} more rollouts not shown" if len(names) > len(texts) else ""
     legend = "dashed: reward 0; text on blue: advantage < 0, on orange: > 0"
     figure.suptitle(f"one prompt group, {len(names)} rollouts, 1 seed; {legend}{cut}", fontsize=6.5)
     keep_numbers(curves[0], numbers)
     return figure.axes
+
+
+def shown_rollouts(numbers: pd.DataFrame) -> list[int]:
+    """Returns the SHOWN rollouts of a group whose text is written: one of each reward in turn, in their own order."""
+    first = numbers.drop_duplicates("rollout")
+    turns = first.groupby("reward", dropna=False).cumcount()
+    return sorted(first.rollout.iloc[np.argsort(turns, kind="stable")[:SHOWN]])
 
 
 def lay_out(rows: pd.DataFrame, width: int = 118, lines: int = 6) -> list[tuple[int, int, str, float]]:

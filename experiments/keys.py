@@ -90,6 +90,16 @@ def keys_of(file: Path) -> list[Key]:
     return [] if root is None else list(_keys(root, text.splitlines(), "", file.stem))
 
 
+def leaves() -> dict[str, str]:
+    """Returns last part -> whole key, for every key of a run; of several alike the one of the first group in TITLES."""
+    found: dict[str, str] = {}
+    files = [("", CONF / "config.yaml"), *((f"{group}.", file) for group in TITLES for file in choices(group))]
+    for prefix, file in files:
+        for key in keys_of(file) if prefix not in ("experiment.", "hydra/launcher.") else ():
+            found.setdefault(key.name.rpartition(".")[2], prefix + key.name)
+    return found
+
+
 def _keys(node: yaml.MappingNode, lines: list[str], prefix: str, choice: str) -> Iterator[Key]:
     for key, value in node.value:
         name = f"{prefix}{key.value}"

@@ -29,13 +29,14 @@ from experiments.running.environment import number_of_processes
 from experiments.running.identity import difference, run_path, short_name
 from experiments.running.processes import counted, start_processes, starts_processes
 from experiments.running.run_lock import RunLock, held_by_this_run, restarts, started_by
-from experiments.running.warning_signal import Interrupted, listen
+from experiments.running.warning_signal import Interrupted, listen, pass_on_ctrl_c
 from experiments.sweeps.jobs import JobFile, sweep_arguments
-from otb.errors import RunError, unwritable
+from otb.errors import TRY_AGAIN, RunError, unwritable
 from otb.files import write_atomically
 from otb.records import RunDirectory, timestamp
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+FROM_KEYBOARD = "stopped from the keyboard"
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -59,6 +60,8 @@ def main(cfg: DictConfig) -> None:
                     check_files(cfg, planned.task, planned.held_out)
                 if "SLURM_JOB_ID" in os.environ:
                     listen(pass_on=True)
+                else:
+                    pass_on_ctrl_c()
                 start_processes(cfg, __file__, sys.argv[1:])
             run(check(cfg), path, command)
 
@@ -96,6 +99,7 @@ def run(wanted: Run, path: Path, command: list[str], name: str | None = None) ->
     with RunLock(path) if is_main else nullcontext() as lock:
         if is_main:
             prepare(directory, cfg)
+            print(f"run directory: {path}" if name is None else f"{name}: {path}", flush=True)
         train_locked(wanted, directory, lock, command, name)
         if is_main:
             report(directory, cfg.steps, with_table=name is None)
@@ -115,9 +119,10 @@ def train_locked(
                 from experiments.running.train import train  # torch, transformers and trl: seconds, so only now
 
                 train(wanted, directory, lock, command, progress)
-        except Interrupted:
+        except Interrupted as interruption:
             if lock is not None and may_note(directory, lock):
-                directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps)
+                why = {} if interruption.code == TRY_AGAIN else {"error": FROM_KEYBOARD}
+                directory.write_status("interrupted", step=directory.last_metrics()["step"], steps=cfg.steps, **why)
             wait_for_the_others()
             raise
         except BaseException as error:
@@ -240,11 +245,12 @@ def may_note(directory: RunDirectory, lock: RunLock | None) -> bool:
 
 
 def note_failure(directory: RunDirectory, steps: int, error: BaseException) -> None:
-    """Writes into status.json that the run failed, and why."""
+    """Writes into status.json that the run failed, or was interrupted by Ctrl-C, and why."""
     step = directory.last_metrics().get("step", 0)
-    reason = "stopped from the keyboard" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+    stopped = isinstance(error, KeyboardInterrupt)
+    state, reason = ("interrupted", FROM_KEYBOARD) if stopped else ("failed", f"{type(error).__name__}: {error}")
     with suppress(RunError):  # a full disk must not hide the error that it caused
-        directory.write_status("failed", step=step, steps=steps, error=reason)
+        directory.write_status(state, step=step, steps=steps, error=reason)
 
 
 def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
@@ -262,6 +268,11 @@ def report(directory: RunDirectory, steps: int, with_table: bool) -> None:
 
 def command_line(arguments: list[str]) -> None:
     """Runs `python experiments/run.py ARGUMENTS`; the process ends with an exit code of otb/errors.py."""
+    if {"--help", "-h"} & set(arguments):
+        from experiments.running.help_page import help_page
+
+        print(help_page(), end="")
+        return
     with ending_at_once(), exit_codes(after_stop="continues from the last checkpoint"):
         run_hydra(main, __file__, sweep_arguments(arguments), "config")
 

@@ -1,8 +1,10 @@
-"""Shows the states of a sweep's runs: python -m slurm.status runs/SWEEP [--watch] [--failed] [--resubmit].
+"""Shows the state of each run of a sweep: python -m slurm.status runs/SWEEP [--watch] [--failed] [--resubmit].
 
-Reads run directories first and SLURM second: it works without accounting, and also for hydra/launcher=local.
-Exit code: 0 while nothing has failed, CRASHED if a run has failed, is stale or missing, REFUSED for a folder without a
-sweep (otb/errors.py).
+`python -m slurm.status runs` lists the sweeps in a folder of runs.
+
+Reads run directories first and SLURM second: it works without accounting, and for sweeps of hydra/launcher=local too.
+Exit code: 0 while nothing has failed; CRASHED where a run failed, was killed or interrupted, is stale or missing;
+REFUSED for a folder without a sweep (otb/errors.py).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 from rich.console import Console, Group
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from experiments.sweeps.jobs import Job, load_jobs
@@ -24,17 +27,22 @@ from otb.errors import CRASHED, REFUSED, STOPPED_FROM_KEYBOARD, RunError
 from slurm.states import certain_states, log_files, states_of
 
 LOG_LINES = 20
-TO_RESUBMIT = ("failed", "missing", "stale")
+TO_RESUBMIT = ("failed", "killed", "interrupted", "missing", "stale")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m slurm.status", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="the sweep's folder, as its launcher printed it")
+    parser.add_argument(
+        "folder", type=Path, help="of a sweep, as its command printed it; or of all runs: lists the sweeps"
+    )
     parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="refresh; 5 s by default")
     parser.add_argument("--failed", action="store_true", help="show the ends of the logs of failed runs")
-    parser.add_argument("--resubmit", action="store_true", help="submit failed, missing and stale runs again")
+    parser.add_argument("--resubmit", action="store_true", help="submit what did not end well again")
     options = parser.parse_args()
     try:
+        if sweeps := sweeps_in(options.folder):
+            console().print(sweeps_table(sweeps))
+            return 0
         if options.resubmit:
             resubmit(options.folder.absolute())
         if options.watch:
@@ -50,6 +58,24 @@ def main() -> int:
     except KeyboardInterrupt:
         return STOPPED_FROM_KEYBOARD
     return exit_code(states)
+
+
+def sweeps_in(folder: Path) -> list[Path]:
+    """Returns the folders of sweeps in a folder of runs, the newest first; none where the folder is a sweep itself."""
+    if any(folder.glob("job-*.json")):
+        return []
+    sweeps = {file.parent for file in folder.glob("*/job-*.json")}
+    return sorted(sweeps, key=lambda sweep: sweep.stat().st_mtime, reverse=True)
+
+
+def sweeps_table(sweeps: list[Path]) -> Group:
+    """Returns a table with a row per sweep, and the command that shows one of them."""
+    table = Table("sweep", "runs", "states")
+    for sweep in sweeps:
+        jobs = load_jobs(sweep)
+        states, note = states_of(sweep.absolute(), jobs)
+        table.add_row(str(sweep), str(len(jobs)), "  ".join(filter(None, [counts(states), note])))
+    return Group(table, Text(f"One of them: python -m slurm.status {sweeps[0]}"))
 
 
 def exit_code(states: list[RunState]) -> int:

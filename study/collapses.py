@@ -94,14 +94,17 @@ def room_section(table: pd.DataFrame) -> list[str]:
 def survival(rows: pd.DataFrame):
     """Draws the share of runs that have not collapsed over steps, a panel per learning rate, all its settings pooled.
 
-    At most four panels stand side by side: more would write their titles over each other.
+    Rates at which no run of any arm collapsed are named below and get no panel, unless that is so at every rate. At
+    most four panels stand side by side: more would write their titles over each other.
 
     rows: of one task.
 
     Returns:
         Array of axes.
     """
-    rates = sorted(rows.learning_rate.unique())
+    tables = {rate: stability_table(steps_table(part)) for rate, part in rows.groupby("learning_rate")}
+    flat = [rate for rate, runs in tables.items() if not runs.collapsed.any()]
+    rates = [rate for rate in tables if rate not in flat or len(flat) == len(tables)]
     lines = -(-len(rates) // SIDE_BY_SIDE)
     _, axes = figure(min(SIDE_BY_SIDE, len(rates)), PAGE, 0.8 + 1.3 * lines, lines, sharey=True, squeeze=False)
     for panel in axes.flat[len(rates) :]:
@@ -109,7 +112,7 @@ def survival(rows: pd.DataFrame):
     panels, plotted = axes.flat[: len(rates)], []
     for number, (panel, rate) in enumerate(zip(panels, rates, strict=True)):
         of_rate = rows[rows.learning_rate == rate]
-        runs = stability_table(steps_table(of_rate))
+        runs = tables[rate]
         counts = []
         for place, (baseline, _, text, arm) in enumerate(by_arm(runs)):
             share, low, high = survivors(arm, int(runs.last_step.max()))
@@ -126,5 +129,8 @@ def survival(rows: pd.DataFrame):
         panel.set_title(f"{optimizer}learning rate {rate:g}\n{about}", fontsize=7)
     figure_of(axes).supylabel(f"share of runs alive (95 % Wilson; arms {APART} apart)", fontsize=8)
     legend_below(panels)
+    if rates != list(tables):
+        names = ", ".join(f"{rate:g}" for rate in flat)
+        figure_of(axes).legends[0].set_title(f"no run of any arm collapsed at learning rate {names}")
     keep_numbers(axes, pd.concat(plotted))
     return panels

@@ -6,25 +6,24 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
-from matplotlib.ticker import EngFormatter, LogLocator
 
 from analysis.arms import label
 from analysis.claims.rules import RESAMPLES, RIVAL, SMALL
 from analysis.curves import draw_curves
 from analysis.group_size import accuracy_by_group_size
 from analysis.intervals import FEWEST
-from analysis.style import PAGE, figure, figure_of, keep_numbers, legend_below, save
+from analysis.style import COLUMN, PAGE, figure, figure_of, keep_numbers, legend_below, save
+from analysis.ticks import plain_log
 from otb.errors import RunError
 from study import verdicts
 from study.collapses import survival
-from study.collected import COSINE, MAIN, OTHERS, numbers, of_kind, steps_table
+from study.collected import COSINE, MAIN, OTHERS, of_kind, steps_table
 from study.verdicts import STAGES, sizes_of
 
 TITLES = {"C2": "Runs alive", "C3": "Final accuracy", "C4": "Accuracy over tokens"}
+LARGEST_RATIO = 2.5  # of noises on a linear axis: beyond, most arms would share a fifth of it
 TITLE_LINE = 0.25  # inches of height
-POINTS = 100  # between the points of a curve on a log scale: 4 to 5 % of the tokens from one to the next
 STYLES = ({"marker": "o", "color": "#0072B2"}, {"marker": "D", "color": "#D55E00", "markerfacecolor": "white"})
 
 
@@ -50,7 +49,7 @@ def figures(rows: dict[str, pd.DataFrame], noise: dict[str, pd.DataFrame], folde
             except RunError:  # the tables say which arms are missing
                 continue
             of_figure = figure_of(axes)
-            of_figure.suptitle(f"{TITLES[claim]} on {task}", fontsize=10)
+            of_figure.suptitle(f"{TITLES[claim]} on {task}", fontsize=10 if of_figure.get_figwidth() > COLUMN else 8)
             of_figure.set_figheight(of_figure.get_figheight() + TITLE_LINE)
             files = save(axes, folder / f"{claim.lower()}_{file_name(str(task))}", ("png", "pdf"))
             drawn[claim, str(task)] = files[0]
@@ -85,7 +84,12 @@ def noise_over_training(results: pd.DataFrame):
                 ax.plot([row.relative_noise_low, row.relative_noise_high], [place] * 2, color=style["color"], lw=1.2)
                 ax.plot(row.relative_noise, place, ls="", ms=4, **style)
         ax.set_title({"start": "start", "half": "half of training", "end": "end"}[stage], fontsize=9)
-        ax.set(ylim=(-0.6, len(places) - 0.4), xlim=(0, 1.04 * of_others.relative_noise_high.max()))
+        ax.set(ylim=(-0.6, len(places) - 0.4))
+        if of_others.relative_noise_high.max() > LARGEST_RATIO:
+            ax.set_xscale("log")
+            plain_log(ax.xaxis)
+        else:
+            ax.set_xlim(0, 1.04 * of_others.relative_noise_high.max())
         ax.grid(axis="y", visible=False)
     axes[0, 0].set_yticks(list(places.values()), [label(name) for name in places], fontsize=8)
     for size, style in sizes.items():
@@ -109,38 +113,32 @@ def noise_over_training(results: pd.DataFrame):
 def curves_over_tokens(rows: pd.DataFrame):
     """Draws held-out accuracy over own tokens: all arms at N = 4, beside them OTB, RLOO and GRPO at every N they have.
 
-    Beside them the tokens are on a log scale that has a place for 0: N = 32 samples eight times the tokens of N = 4. On
-    it what is linear in tokens, as `analysis.token_consumption` reads curves, is bent, and so they have more points.
+    Markers are evaluations, at their mean tokens over seeds; the straight lines between them, as
+    `analysis.token_consumption` reads curves, are interpolation. The second panel is left out where N = 4
+    is the only N.
 
     Returns:
-        The two axes.
+        Array of one or two axes.
     """
     table = steps_table(rows)
     small, rivals = table[table.group_size == SMALL], table[table.baseline.isin(["otb", "rloo", "grpo"])]
     if small.seed.nunique() < FEWEST or rivals.empty:
         raise RunError(f"Means are drawn of {FEWEST} seeds and more: a panel would be empty.")
-    _, axes = figure(2, PAGE, 2.6, sharey=True)
-    what = ("evaluation_accuracy", "own_tokens_total")
-    first = min(float(numbers(cell)[1]) for cell in rows.evaluation_own_tokens_total)  # evaluated after the start
-    last = float(rivals.own_tokens_total.max())
-    between = np.geomspace(first, last, POINTS)
-    plotted = [
-        draw_curves(axes[0], small, *what, seed_lines=False),
-        draw_curves(axes[1], rivals, *what, also_at=between),
-    ]
-    styles = zip(sorted(set(rivals.group_size)), ("solid", "dashed"), strict=False)
-    sizes = " and ".join(f"{size} ({style})" for size, style in styles)
-    for ax, arms in zip(axes, ("N = 4, all arms", f"N = {sizes}"), strict=True):
-        ax.set_title(f"{arms}\n{ax.get_title('left')}", loc="left", fontsize=7)
-        ax.set_xlabel("own tokens sampled")
-    for line in axes[1].get_lines():  # the legend has the arms of N = 4 once
+    sizes = sorted(set(rivals.group_size))
+    panels = [(small, "N = 4, all arms")]
+    if sizes != [SMALL]:
+        named = [f"{size} ({style})" for size, style in zip(sizes, ("solid", "dashed"), strict=False)]
+        panels.append((rivals, f"N = {' and '.join(named)}"))
+    _, axes = figure(len(panels), PAGE if len(panels) > 1 else COLUMN, 2.6, sharey=True, squeeze=False)
+    plotted = []
+    for ax, (part, title) in zip(axes[0], panels, strict=True):
+        plotted.append(draw_curves(ax, part, "evaluation_accuracy", "own_tokens_total", seed_lines=False))
+        ax.set_title(f"{title}\n{ax.get_title('left')}", loc="left", fontsize=7)
+        ax.set_xlabel("own tokens sampled\n(markers: evaluations; lines between them: interpolation)", fontsize=7)
+    for line in axes[0, 1].get_lines() if len(panels) > 1 else ():  # the legend has the arms of N = 4 once
         if ", N=4 " in str(line.get_label()):
             line.set_label("_")
-    axes[1].set_xscale("symlog", linthresh=first, linscale=0.3)
-    axes[1].set_xticks([0, *(at for at in LogLocator(subs=(1, 2, 5)).tick_values(first, last) if first <= at <= last)])
-    axes[1].minorticks_off()
-    axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes[0].set_ylabel("held-out accuracy (avg@k)")
+    axes[0, 0].set_ylabel("held-out accuracy (avg@k)")
     legend_below(axes)
     keep_numbers(axes, pd.concat(plotted))
-    return axes
+    return axes[0]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,35 +145,40 @@ def page_table(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def drawing(table: pd.DataFrame, title: str, off: str):
-    """Draws the differences to off with their intervals, a row per variant, a panel per task, all on one scale.
+    """Draws the differences to off with their intervals, a row per variant, a panel per task, each on its own scale.
 
     Returns:
         Array of axes.
     """
     drawn = table[table.difference.notna()]
-    several = drawn.learning_rate.nunique() > 1
-    rates = [f", learning rate {rate:g}" if several else "" for rate in drawn.learning_rate]
-    names = [
-        f"{row.variant}, {label(row.baseline)}{rate}" for (_, row), rate in zip(drawn.iterrows(), rates, strict=True)
-    ]
-    places = {name: place for place, name in enumerate(reversed(list(dict.fromkeys(names))))}
-    tasks = list(dict.fromkeys(drawn.task))
-    _, axes = figure(len(tasks), PAGE, 0.24 * len(places) + 1.2, sharex=True, sharey=True, squeeze=False)
-    for ax, task in zip(axes[0], tasks, strict=True):
+    tasks, several = list(dict.fromkeys(drawn.task)), drawn.learning_rate.nunique() > 1
+    counts = [int((drawn.task == task).sum()) for task in tasks]
+    height = 0.2 * sum(counts) + 0.55 * len(tasks) + 0.6
+    _, axes = figure(1, PAGE, height, rows=len(tasks), squeeze=False, height_ratios=[count + 1 for count in counts])
+    for ax, task in zip(axes[:, 0], tasks, strict=True):
+        rows = drawn[drawn.task == task]
+        rows = rows[::-1]  # the first row on top
+        places = range(len(rows))
         ax.axvline(0, color="0.6", lw=0.8, zorder=0)
-        for (_, row), name in zip(drawn.iterrows(), names, strict=True):
-            if row.task == task:
-                ax.plot([row.difference_low, row.difference_high], [places[name]] * 2, color="#0072B2", lw=1.2)
-                ax.plot(row.difference, places[name], ls="", marker="o", ms=4, color="#0072B2")
-        ax.set_title(f"{task}, {seeds_text(drawn[drawn.task == task].seeds)}", fontsize=9)
-        ax.set(ylim=(-0.6, len(places) - 0.4))
-        ax.xaxis.set_major_locator(MaxNLocator(5))
+        ax.hlines(places, rows.difference_low, rows.difference_high, color="#0072B2", lw=1.6)
+        ax.plot(rows.difference, places, ls="", marker="o", ms=2.5, color="#0072B2")
+        rates = [f", learning rate {rate:g}" if several else "" for rate in rows.learning_rate]
+        arms = zip(rows.variant, rows.baseline, rates, strict=True)
+        names = [f"{plain(variant)}, {label(baseline)}{rate}" for variant, baseline, rate in arms]
+        ax.set_yticks(list(places), names, fontsize=7)
+        ax.set_title(f"{task}, {seeds_text(rows.seeds)}", fontsize=9)
+        ax.set_ylim(-0.6, len(rows) - 0.4)
+        ax.xaxis.set_major_locator(MaxNLocator(7))
         ax.grid(axis="y", visible=False)
-    axes[0, 0].set_yticks(list(places.values()), list(places), fontsize=8)
     axes[0, 0].figure.suptitle(title, fontsize=10)
     axes[0, 0].figure.supxlabel(f"final accuracy, minus the one with {off}; 95 % intervals over seeds", fontsize=8)
-    keep_numbers(axes[0], drawn)
+    keep_numbers(axes, drawn)
     return axes
+
+
+def plain(variant: str) -> str:
+    """Returns a variant in words: schedule.floor=0.1 -> "floor 0.1"."""
+    return re.sub(r"(?:\w+\.)*(\w+)=", r"\1 ", variant).replace("_", " ")
 
 
 def write_methods(rows: dict[str, pd.DataFrame], folder: Path) -> list[Path]:

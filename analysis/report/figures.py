@@ -11,7 +11,8 @@ import pandas as pd
 
 from analysis.arms import label
 from analysis.cost import time_and_memory
-from analysis.group_size import accuracy_by_group_size
+from analysis.group_size import accuracy_by_group_size, final_accuracy, final_words
+from analysis.intervals import FEWEST
 from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
 from analysis.noise import variance
 from analysis.report.drawing import Figure
@@ -20,7 +21,9 @@ from analysis.runs.load import Runs
 from analysis.stability import stability
 from analysis.style import PAGE
 from analysis.token_figure import token_consumption
+from otb.errors import RunError
 
+EVALUATIONS = "Markers: evaluations; the straight lines between them are interpolation, nothing was measured there."
 MAIN_ARMS = ("otb", "group_mean", "grpo", "rloo", "opo")  # OTB and the group baselines that the paper compares with
 
 
@@ -44,7 +47,7 @@ def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iter
         rows = (loaded.outside,)
         yield Figure("reward_over_steps", text, rows, lambda: learning_curves(loaded.outside, "reward_mean"))
         return
-    text = "Held-out accuracy at the end (mean of the last two evaluations) against the group size"
+    text = f"Held-out accuracy at the end ({end_words(table)}) against the group size"
     yield Figure("accuracy_by_group_size", f"{text}.", (table,), lambda: accuracy_by_group_size(table))
     of_arm = table.groupby("baseline", observed=True).group_size.nunique()
     whole = of_arm.index[of_arm == len(sizes)]
@@ -69,23 +72,33 @@ def all_figures(loaded: Runs, table: pd.DataFrame, target: float | None) -> Iter
     yield Figure("time_and_memory", "Time and memory per step.", (table,), lambda: time_and_memory(table))
 
 
-def main_figure(table: pd.DataFrame) -> Figure | None:
-    """Returns the one figure that stands first: held-out accuracy over own tokens, of OTB and its main rivals.
+def end_words(table: pd.DataFrame) -> str:
+    """Returns what the accuracy at the end is in these runs; "not measured" where it is in none."""
+    try:
+        return final_words(final_accuracy(table))
+    except RunError:  # the figure says which runs would have it
+        return "not measured"
 
-    The rule: the group size at which most arms beside OTB have runs, of several the smallest; of its arms OTB and the
-    rivals of MAIN_ARMS. None where OTB has no run, or was compared with none.
+
+def main_figure(table: pd.DataFrame) -> Figure | None:
+    """Returns the first figure: held-out accuracy over own tokens at one group size. None without any run.
+
+    The rule: OTB and its rivals of MAIN_ARMS at the group size at which most of them have runs; of several sizes the
+    smallest. Where OTB was compared with none of them, all arms count.
     """
-    main = table[table.baseline.isin(MAIN_ARMS)]
-    arms = {int(size): set(main.baseline[main.group_size == size].astype(str)) for size in main.group_size.unique()}
-    compared = {size: len(names) for size, names in sorted(arms.items()) if "otb" in names and len(names) > 1}
-    if not compared:
+    if table.empty:
         return None
-    size = max(compared, key=lambda size: compared[size])  # the first, and so the smallest, of equals
-    caption = f"Held-out accuracy over the tokens that a run sampled itself, N={size}. Thin lines: seeds; thick: "
+    main = table[table.baseline.isin(MAIN_ARMS)]
+    if main.baseline.nunique() < 2 or "otb" not in set(main.baseline):
+        main = table
+    arms = {int(size): main.baseline[main.group_size == size].nunique() for size in sorted(main.group_size.unique())}
+    size = max(arms, key=lambda size: arms[size])  # the first, and so the smallest, of equals
+    caption = f"Held-out accuracy over the tokens that a run sampled itself, N={size}. {EVALUATIONS} "
     rows = main[main.group_size == size]
     return Figure(
         f"held-out_accuracy_over_own_tokens_n{size}",
-        caption + "interquartile mean with its pointwise 95 % interval; cross: diverged.",
+        f"{caption}Thin lines: seeds; thick, from {FEWEST} seeds on: interquartile mean with its pointwise 95 % "
+        "interval; cross: diverged.",
         (rows,),
         lambda: learning_curves(rows, x="own_tokens_total", width=PAGE),
     )
@@ -93,18 +106,18 @@ def main_figure(table: pd.DataFrame) -> Figure | None:
 
 def curve_figures(table: pd.DataFrame, n: int, outside: pd.DataFrame | None) -> Iterator[Figure]:
     """Yields the curves of one group size. outside: plain TRL runs, which stand in the reward curves."""
-    text = f"N={n}. Thin lines: seeds; thick: interquartile mean; cross: diverged"
+    text = f"N={n}. Thin lines: seeds; thick, from {FEWEST} seeds on: interquartile mean; cross: diverged"
     rows = (table,) if outside is None else (table, outside)
     yield Figure(
         f"gradient_norm_and_accuracy_n{n}",
-        f"Gradient norm before clipping and held-out accuracy (the form of the paper's Figure 1), {text}.",
+        f"Gradient norm before clipping and held-out accuracy (as in the paper's Figure 1), {text}. {EVALUATIONS}",
         rows,
         lambda: gradient_norm_and_accuracy(table),
     )
     for x, over in (("step", "steps"), ("own_tokens_total", "own tokens")):
         yield Figure(
             f"accuracy_over_{over.replace(' ', '_')}_n{n}",
-            f"Held-out accuracy over {over}, {text}.",
+            f"Held-out accuracy over {over}, {text}. {EVALUATIONS}",
             rows,
             lambda x=x: learning_curves(table, x=x),
         )

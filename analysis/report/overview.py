@@ -1,4 +1,4 @@
-"""Says first what a report is about: what was run, the verdicts with their intervals, the figure. Used by page.py."""
+"""Makes the first screen of a report: the result per arm and its figure, what was run, the verdicts. For page.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def overview(loaded: Runs, parts: list[Part]) -> pd.DataFrame:
     rows = []
     for part in parts:
         runs = loaded.runs[(loaded.runs.setting == part.setting) & (loaded.runs.left_out == "")]
-        row = {"setting": f"{part.heading} {part.digest}".strip(), "arms": "plain TRL", "N": ""}
+        row = {"setting": part.name, "arms": "plain TRL", "N": ""}
         row |= {"seeds per arm": "", "steps": listed(runs.last_step)}
         if part.setting:
             arms = dict.fromkeys(label(arm) for arm in sorted(runs.baseline.astype(str), key=lambda arm: arm != "otb"))
@@ -45,11 +45,11 @@ def listed(values: pd.Series) -> str:
 
 
 def verdict_rows(parts: list[Part]) -> pd.DataFrame:
-    """Returns a row per claim and setting: what it says, the effect with its interval, and the verdict."""
+    """Returns a row per claim and setting in which a rival was run: what it says, effect, interval and verdict."""
     rows = []
-    for part in parts if len(parts) == 1 else [part for part in parts if part.setting]:
+    for part in [part for part in parts if part.has_rival]:
         for claim in part.claims.to_dict("records"):
-            row = {"setting": f"{part.heading} {part.digest}"} if len(parts) > 1 else {}
+            row = {"setting": part.name} if len(parts) > 1 else {}
             row |= {"claim": claim["claim"], "says": claim["says"], "verdict": claim["verdict"]}
             rows.append(row | {INTERVAL: interval_text(claim), "measured": claim["measured"]})
     return pd.DataFrame(rows)
@@ -64,8 +64,7 @@ def interval_text(claim: dict) -> str:
     return text.replace("-", "−") + (", of a proxy" if "(proxy)" in claim["compared"] else "")
 
 
-def main_part(loaded: Runs, parts: list[Part]) -> Part | None:
-    """Returns the part whose main figure stands first: that with most runs among those which have one."""
+def main_part(loaded: Runs, parts: list[Part]) -> Part:
+    """Returns the part that the first screen shows: one with a rival if there is any, then the one with most runs."""
     count = loaded.runs[loaded.runs.left_out == ""].setting.value_counts()
-    having = [part for part in parts if part.main is not None and not part.main.problem]
-    return max(having, key=lambda part: count.get(part.setting, 0)) if having else None
+    return max(parts, key=lambda part: (part.has_rival, not part.result.empty, count.get(part.setting, 0)))

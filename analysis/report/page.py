@@ -13,9 +13,10 @@ import jinja2
 import numpy as np
 import pandas as pd
 
+from analysis.intervals import Interval
 from analysis.palette import SCHEME
 from analysis.report.drawing import Drawn
-from analysis.report.markdown import RUN_COLUMNS, cell_text, markdown
+from analysis.report.markdown import RUN_COLUMNS, cell_text, markdown, without_empty_columns
 from analysis.report.overview import INTERVAL, lead, main_part, overview, verdict_rows
 from analysis.report.parts import Part
 from analysis.report.watch import announce
@@ -50,12 +51,13 @@ def write_pages(loaded: Runs, parts: list[Part], out: Path, watched: float | Non
         lead=lead(loaded),
         overview=overview(loaded, parts),
         verdicts=verdict_rows(parts),
+        decided=any(part.has_rival and part.is_decided for part in parts),
         first=main_part(loaded, parts),
         parts=parts,
         differences=setting_differences(loaded.runs) if len(parts) > 1 else {},
         runs=[run_entry(loaded, row, place) for place, row in enumerate(loaded.runs.to_dict("records"))],
         run_table=html_table(loaded.runs.reindex(columns=RUN_COLUMNS), link="run"),
-        table=html_table,
+        table=lambda rows: html_table(without_empty_columns(rows)),
         picture=picture,
         is_wide=is_wide,
         relative=lambda path: os.path.relpath(path, out),
@@ -72,7 +74,8 @@ def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
     """Returns a sortable table; data-sort keeps the full number. link: a column whose cells open that run."""
     head = ""
     for name in rows.columns:
-        kind = ' class="number"' if pd.api.types.is_numeric_dtype(rows[name]) else ""
+        is_number = pd.api.types.is_numeric_dtype(rows[name]) or rows[name].map(lambda v: isinstance(v, Interval)).any()
+        kind = ' class="number"' if is_number else ""
         head += f"<th{kind}><button>{html.escape(str(name))}</button></th>"
     body = []
     for row in rows.itertuples(index=False):
@@ -80,6 +83,8 @@ def html_table(rows: pd.DataFrame, link: str | None = None) -> str:
         for name, value in zip(rows.columns, row, strict=True):
             number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
             sort = f' class="number" data-sort="{value}"' if number else ""
+            if isinstance(value, Interval):
+                sort = f' class="number" data-sort="{value.estimate}"'
             text = html.escape(cell_text(value))
             if name == link:
                 text = f'<a href="#" data-open="{html.escape(str(value))}">{text}</a>'

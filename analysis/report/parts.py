@@ -8,30 +8,36 @@ from pathlib import Path
 
 import pandas as pd
 
+from analysis.claims.rules import UNDECIDED
 from analysis.report.claims import claims_table, decisions
 from analysis.report.drawing import Drawings, Drawn
 from analysis.report.figures import all_figures, main_figure
-from analysis.report.tables import tables_of
+from analysis.report.tables import result_note, result_rows, tables_of
 from analysis.runs.load import Runs
+from analysis.runs.marks import setting_labels
 from analysis.token_consumption import default_target
 from otb.errors import RunError
 
 
 @dataclass
 class Part:
-    """What a report says of one setting. target: accuracy of the token comparison."""
+    """What a report says about one setting.
+
+    label: what distinguishes it from others of its task and model. target: accuracy of the token comparison. result:
+    final accuracy per arm, empty where nothing was evaluated; result_note says why, or what is averaged. has_rival:
+    whether OTB was run beside another arm, so that claims can be decided.
+    """
 
     setting: str
+    label: str
     target: float | None
+    result: pd.DataFrame
+    result_note: str
+    has_rival: bool
     claims: pd.DataFrame
     tables: list[tuple[str, pd.DataFrame]]
     figures: list[Drawn]
     main: Drawn | None = None
-
-    @property
-    def digest(self) -> str:
-        """Returns what tells this setting from others of its task and model."""
-        return self.setting.partition("#")[2]
 
     @property
     def id(self) -> str:
@@ -40,10 +46,19 @@ class Part:
 
     @property
     def heading(self) -> str:
-        """Returns the setting as words: "Arithmetic, tiny policy"."""
+        """Returns the setting as words: "arithmetic_tools, tiny policy"."""
         task, _, model = self.setting.partition("#")[0].partition("-")
-        words = task.replace("_", " ")
-        return f"{words[:1].upper()}{words[1:]}, {model} policy" if words else "Outside runs"
+        return f"{task}, {model} policy" if task else "Outside runs"
+
+    @property
+    def name(self) -> str:
+        """Returns heading and label: "arithmetic, tiny policy, learning_rate=0.01"."""
+        return f"{self.heading}, {self.label}" if self.label else self.heading
+
+    @property
+    def is_decided(self) -> bool:
+        """Tells whether any claim has another verdict than undecided."""
+        return bool((self.claims.verdict != UNDECIDED).any())
 
     @property
     def shown_tables(self) -> list[tuple[str, str, str, pd.DataFrame]]:
@@ -58,7 +73,8 @@ class Part:
     def sections(self) -> list[tuple[str, str]]:
         """Returns (id, heading) of every section, for the table of contents."""
         tables = [(id, text) for text, _, id, _ in self.shown_tables]
-        return [(f"{self.id}-claims", "Claims"), *tables, (f"{self.id}-figures", "Figures")]
+        claims = [(f"{self.id}-claims", "Claims")] if self.has_rival else []
+        return [*tables, (f"{self.id}-figures", "Figures"), *claims]
 
 
 def part_of(
@@ -74,5 +90,21 @@ def part_of(
     first, figures = main_figure(table), list(all_figures(loaded, table, target))
     drawn = drawings.draw_all([first, *figures] if first else figures, folder)
     main = drawn.pop(0) if first else None
+    name = setting_labels(loaded.runs).get(setting, "")
+    result = result_of(table)
     tables = list(tables_of(table, target))
-    return Part(setting, target, claims, tables, drawn, main)
+    return Part(setting, name, target, *result, has_rival(table), claims, tables, drawn, main)
+
+
+def result_of(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Returns the first table of a setting and its note; an empty table and the reason where it cannot be made."""
+    try:
+        return result_rows(table), result_note(table)
+    except RunError as error:
+        return pd.DataFrame(), str(error)
+
+
+def has_rival(table: pd.DataFrame) -> bool:
+    """Tells whether OTB and another arm were run."""
+    arms = set(table.baseline.astype(str))
+    return "otb" in arms and len(arms) > 1

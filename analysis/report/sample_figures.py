@@ -20,13 +20,13 @@ def sample_figures(loaded: Runs, table: pd.DataFrame) -> Iterator[Figure]:
     """Yields one prompt group of an OTB run token by token, and energy against reward over the samples of all."""
     ours = table[table.baseline == "otb"]
     runs = list(ours.run.astype(str).unique())
-    name = runs[0] if runs else "the OTB run, of which there is none"
+    name = run_of_a_mixed_group(loaded, runs) if runs else "an OTB run, of which there is none"
     files = (files_of_samples(loaded, runs),)
     yield Figure(
         "token_positions",
         f"What OTB does in one prompt group of {name}: realized energy, baseline and advantage over own tokens.",
         files,
-        lambda: token_positions(read_group(_directory(loaded, runs))),
+        lambda: token_positions(read_group(_directory(loaded, [name] if runs else []))),
     )
     yield Figure(
         "energy_against_reward",
@@ -35,6 +35,20 @@ def sample_figures(loaded: Runs, table: pd.DataFrame) -> Iterator[Figure]:
         files,
         lambda: energy_against_reward(all_samples(loaded, runs)),
     )
+
+
+def run_of_a_mixed_group(loaded: Runs, runs: list[str]) -> str:
+    """Returns the first run that kept a prompt group whose rewards differ, else the first one.
+
+    Where all rewards are equal every advantage is 0, and nothing can be seen. runs: names, at least one.
+    """
+    for run in runs[:RUNS_WITH_SAMPLES]:
+        try:
+            if read_group(loaded.directory(run)).reward.nunique() > 1:
+                return run
+        except RunError:  # a run without samples
+            continue
+    return runs[0]
 
 
 def _directory(loaded: Runs, runs: list[str]):

@@ -44,12 +44,21 @@ function writeControls() {
   for (const input of document.getElementsByName("by")) {
     input.checked = input.value === chosen.by;
     input.disabled = !offered(group).includes(input.value);
-    input.parentElement.title = input.disabled ? "This run did not keep it." : "";
   }
+  $("lacking").textContent = reasons(Object.keys(QUANTITIES).filter(name => !offered(group).includes(name)));
   writeLegend();
   const hasTools = shownViews().some(view => view.group.tools.some(Boolean));
   for (const id of ["fold", "unfold"]) $(id).hidden = !hasTools;
   writeList();
+}
+
+// Says why some quantities cannot be chosen. A run records energies and probabilities together, or an older version
+// wrote it, which kept fewer quantities.
+function reasons(lacking) {
+  const recorded = lacking.includes("energy") ? lacking.filter(name => name !== "baseline") : [];
+  const older = lacking.filter(name => !recorded.includes(name));
+  return [recorded.length ? `This run did not record ${recorded.join(", ")}: log_energy=true does.` : "",
+    older.length ? `An older version wrote this run, without ${older.join(", ")}.` : ""].filter(Boolean).join(" ");
 }
 
 function writeLegend() {

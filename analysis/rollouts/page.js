@@ -8,9 +8,11 @@ let visit = 0, pending = null;
 
 // ---- choose
 
-// Returns the group to begin with: of the last step of the first run, the first in which rewards differ.
+// Returns the group to begin with: of the last step of the run that kept most about its tokens, the first whose rewards
+// differ.
 function firstPlace() {
-  const {run} = page.groups[0], places = groupsOf(run, stepsOf(run).at(-1));
+  const most = Math.max(...page.groups.map(group => offered(group).length));
+  const {run} = page.groups.find(group => offered(group).length === most), places = groupsOf(run, stepsOf(run).at(-1));
   return places.find(place => new Set(page.groups[place].rewards).size > 1) ?? places[0];
 }
 

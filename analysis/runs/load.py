@@ -20,9 +20,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from analysis.runs.marks import describe_runs
-from analysis.runs.read_run import find_runs, fingerprint, read_run
+from analysis.runs.read_run import find_runs, fingerprint, read_run, runs_of_sweep
 from analysis.runs.rows import RunRecord
 from otb.errors import RunError
+from otb.records import RunDirectory
 
 CACHE_VERSION = 1  # raise it when what is read, or its form, changes
 SHARED = ("arm", "baseline", "setting", "kind", "outcome")  # columns of runs in steps, beside group_size and seed
@@ -38,12 +39,14 @@ class Runs:
         steps: one row per run and step: metrics, evaluations joined as evaluation_*, and of `runs` the columns
             group_size, seed and `SHARED`. Step 0 is the evaluation before training.
         warnings: what was skipped or cannot be compared, each naming its file or run.
+        paths: name of a run -> its directory.
     """
 
     folder: Path
     runs: pd.DataFrame
     steps: pd.DataFrame
     warnings: tuple[str, ...]
+    paths: dict[str, Path]
 
     @property
     def used(self) -> pd.DataFrame:
@@ -58,7 +61,7 @@ class Runs:
 
     def directory(self, run: str) -> Path:
         """Returns where a run of the table lies."""
-        return self.folder if not (self.folder / run).exists() else self.folder / run
+        return self.paths[run]
 
     def of(self, runs) -> pd.DataFrame:
         """Returns the rows of `steps` of the runs with these names."""
@@ -69,7 +72,7 @@ def load(folder: str | Path, include: tuple[str, ...] = (), cache: bool = True) 
     """Loads every run below `folder`.
 
     Args:
-        folder: of runs, or a single run.
+        folder: of runs, of a sweep, or a single run.
         include: kinds of marked runs to use all the same: "unfinished", "versions", "lengths".
         cache: keep what was read in `folder`/.analysis; only runs whose files changed are read again.
 
@@ -80,22 +83,32 @@ def load(folder: str | Path, include: tuple[str, ...] = (), cache: bool = True) 
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder. Give a folder of runs, such as runs/arithmetic-tiny.")
     paths = {run_name(path, folder): path for path in find_runs(folder)}
+    if not paths and runs_of_sweep(folder) is not None:
+        raise RunError(f"{folder} is a sweep, and none of its runs has begun: python -m slurm.status {folder}")
     if not paths:
         raise RunError(
             f"{folder} holds no run: no metrics.jsonl and no trainer_state.json below it. "
             f"Make some: python experiments/run.py -m runs_dir={folder} baseline=otb,grpo seed=0,1,2"
         )
     facts, steps = read_all(folder, paths, cache)
+    for fact in facts:
+        if fact["outcome"] == "unfinished":  # asked anew: a process may die without changing a file
+            fact["outcome"] = RunDirectory(paths[fact["run"]]).state() or "unfinished"
     warnings = [warning for fact in facts for warning in fact["warnings"]]
     bookkeeping = ("warnings", "fingerprint")
     facts = [{key: value for key, value in fact.items() if key not in bookkeeping} for fact in facts]
     runs, marks = describe_runs(facts, include)
-    return Runs(folder, runs, with_shared_columns(steps, runs), (*warnings, *marks))
+    return Runs(folder, runs, with_shared_columns(steps, runs), (*warnings, *marks), paths)
 
 
 def run_name(path: Path, folder: Path) -> str:
-    """Returns what a run is called in every table: its path below the folder."""
-    return folder.resolve().name if path == folder else path.relative_to(folder).as_posix()
+    """Returns the name of a run in every table: its path below the folder, or below the folder that holds the sweep."""
+    if path == folder:
+        return folder.resolve().name
+    if path.is_relative_to(folder):
+        return path.relative_to(folder).as_posix()
+    beside = folder.absolute().parent
+    return (path.relative_to(beside) if path.is_relative_to(beside) else path).as_posix()
 
 
 def read_all(folder: Path, paths: dict[str, Path], cache: bool) -> tuple[list[dict], pa.Table]:

@@ -23,6 +23,7 @@ NO_SETTING = (
     *("deterministic", "lean_steps", "log_energy", "measure_gradient_noise"),
 )
 FACTS = ("run", "kind", "outcome", "error", "last_step", "version", "libraries", "commit", "device", "damaged_lines")
+ABSENT = "absent or default"
 MARKS = ("arm", "setting", "left_out", "marks")
 
 
@@ -62,7 +63,7 @@ def describe_runs(facts: list[dict], include: tuple[str, ...]) -> tuple[pd.DataF
         runs.loc[marked, column] = runs.loc[marked, column].mask(runs.loc[marked, column] == "", reason)
         names = list(runs.run[marked])
         first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        hint = f"; include={kind} uses them" if out and kind in ("unfinished", "versions", "lengths") else ""
+        hint = f"; --include {kind} uses them" if out and kind in ("unfinished", "versions", "lengths") else ""
         warnings.append(f"{'left out' if out else 'marked'}: {first}: {reason}{hint}")
     return runs, warnings
 
@@ -73,9 +74,13 @@ def marked_runs(runs: pd.DataFrame) -> Iterator[tuple[str, NDArray, str]]:
     Plain TRL runs enter no comparison and are not marked.
     """
     ours = runs.kind == "otb"
-    for name, reason in (("moved aside", "moved aside by overwrite=true"), ("unfinished", "not finished")):
-        if (marked := (ours & (runs.outcome == name)).to_numpy()).any():
-            yield name, marked, reason
+    for outcome in sorted(set(runs.outcome[ours]) - {"finished", "diverged"}):
+        marked = (ours & (runs.outcome == outcome)).to_numpy()
+        if outcome == "moved aside":
+            yield outcome, marked, "moved aside by overwrite=true"
+        else:
+            goes_on = outcome in ("unfinished", "running")
+            yield "unfinished", marked, "not finished" if goes_on else f"not finished: {outcome}"
     live = ours & runs.outcome.isin(["finished", "diverged"])
     for _, group in runs[live].groupby("setting"):
         for kind, column, what in (("versions", "libraries", "versions"), ("versions", "version", "version of otb")):
@@ -97,7 +102,8 @@ def setting_name(row: dict, keys: list[str]) -> str:
     """Returns TASK-MODEL#digest, which is short, and equal exactly where the configurations are."""
     values = {key: row[key] for key in keys if not _absent(key, row.get(key))}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:6]
-    task = values.get("task.name") or re.sub(r".*\.", "", str(values.get("task._target_", "task"))).lower()
+    target = str(values.get("task._target_", "task")).rpartition(".")[2]
+    task = values.get("task.name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target).lower()
     model = str(values.get("model.name", "model")).rstrip("/").rsplit("/", 1)[-1]
     return f"{task}-{model}#{digest}"
 
@@ -108,7 +114,33 @@ def _absent(key: str, value) -> bool:
 
 
 def setting_differences(runs: pd.DataFrame) -> dict[str, list]:
-    """Returns configuration key -> its values as text, for every key in which the settings of these runs differ."""
-    ours = runs[runs.kind == "otb"]
-    values = {key: {str(None if _absent(key, value) else value) for value in ours[key]} for key in setting_keys(runs)}
+    """Returns configuration key -> its values as text, for every key in which the settings of used runs differ."""
+    ours = runs[(runs.kind == "otb") & (runs.left_out == "")]
+    values = {key: {value_text(key, value) for value in ours[key]} for key in setting_keys(runs)}
     return {key: sorted(texts) for key, texts in values.items() if len(texts) > 1}
+
+
+def value_text(key: str, value) -> str:
+    """Returns a value of a configuration as it is typed; ABSENT where a run leaves the key as if it did not exist."""
+    if _absent(key, value):
+        return ABSENT
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def setting_labels(runs: pd.DataFrame) -> dict[str, str]:
+    """Returns setting -> what distinguishes it from others of its task and model among the used runs.
+
+    "" where there is no other, KEY=VALUE where they differ in one key, else the digest.
+    """
+    ours = runs[(runs.kind == "otb") & (runs.left_out == "")]
+    labels: dict[str, str] = {}
+    for _, group in ours.groupby([str(setting).partition("#")[0] for setting in ours.setting]):
+        keys = list(setting_differences(group))
+        for setting, first in group.groupby("setting").first().iterrows():
+            name = str(setting)
+            if len(keys) == 1:
+                text = value_text(keys[0], first[keys[0]])
+                labels[name] = f"without {keys[0]}" if text == ABSENT else f"{keys[0]}={text}"
+            else:
+                labels[name] = name.partition("#")[2] if keys else ""
+    return labels

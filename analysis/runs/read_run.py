@@ -18,7 +18,12 @@ NOT_FINITE = re.compile(r"\b(loss|gradient_norm)=-?(nan|inf)")
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Lists run directories and TRL output folders in `folder`, itself included; nothing below a run is looked at."""
+    """Lists run directories and TRL output folders in `folder`, itself included; nothing below a run is looked at.
+
+    The folder of a sweep holds no runs but a file per run that names its directory: these are listed.
+    """
+    if (named := runs_of_sweep(folder)) is not None:
+        return named
     runs = []
     for parent, names, files in os.walk(folder):
         path = Path(parent)
@@ -27,6 +32,19 @@ def find_runs(folder: Path) -> list[Path]:
             names.clear()
         names[:] = sorted(name for name in names if not name.startswith("."))
     return runs
+
+
+def runs_of_sweep(folder: Path) -> list[Path] | None:
+    """Lists the run directories that the job files of a sweep name and that exist; None where there are no job files.
+
+    Where the folder of all runs was moved or copied, they are looked for beside the sweep as before.
+    """
+    files = sorted(folder.glob("job-*.json"))
+    if not files:
+        return None
+    named = [Path(json.loads(file.read_text(encoding="utf8"))["run"]) for file in files]
+    places = [run if run.exists() else folder.absolute().parent / run.parent.name / run.name for run in named]
+    return [place for place in places if (place / "status.json").exists()]
 
 
 def fingerprint(path: Path) -> str:

@@ -73,7 +73,14 @@ def select_group(samples: pd.DataFrame, prompt: int | None = None) -> pd.DataFra
 
 
 def read_group(run: str | Path, step: int | None = None, prompt: int | None = None) -> pd.DataFrame:
-    """Reads the rollouts of one prompt group; arguments as in `read_samples` and `select_group`."""
+    """Reads the rollouts of one prompt group; arguments as in `read_samples` and `select_group`.
+
+    Without a step and a prompt: of the last kept step that has a group whose rewards differ, else of the last one.
+    """
+    for kept in reversed(sample_files(run)) if step is None and prompt is None else ():
+        group = select_group(read_samples(run, kept))
+        if group.reward.nunique() > 1:
+            return group
     return select_group(read_samples(run, step), prompt)
 
 

@@ -45,20 +45,27 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--step", type=int, help="step of the samples; default: the last one kept")
-    parser.add_argument("--prompt", type=int, default=0, help="which prompt group of the step, from 0; default: 0")
+    parser.add_argument(
+        "--prompt", type=int, help="which prompt group of the step, from 0; default: the first whose rewards differ"
+    )
     parser.add_argument(
         "--by", choices=COLOURED_BY, default="advantage", help="what colours a token; default: advantage"
     )
     return parser.parse_args(arguments)
 
 
-def show_group(console: Console, samples: pd.DataFrame, prompt: int, by: str) -> None:
-    """Prints one prompt group: the prompt, a legend, then each rollout with its reward and coloured tokens."""
+def show_group(console: Console, samples: pd.DataFrame, prompt: int | None, by: str) -> None:
+    """Prints one prompt group: the prompt, a legend, then each rollout with its reward and coloured tokens.
+
+    prompt: its number; None for the first group whose rewards differ: where all are equal every advantage is 0.
+    """
     group = select_group(samples, prompt)
     values = [token_values(rollout, by) for _, rollout in group.iterrows()]
     limit = largest(values)
     prompts = samples["prompt"].nunique()
-    console.print(f"[bold]step {group['step'].iloc[0]}, prompt {prompt} of {prompts} kept, {len(group)} rollouts")
+    console.print(
+        f"[bold]step {group['step'].iloc[0]}, prompt {group['prompt'].iloc[0]} of {prompts} kept, {len(group)} rollouts"
+    )
     text = group["prompt_text"].iloc[0].strip()
     cut = len(text) - MAX_PROMPT_CHARACTERS
     console.print(Text(text[:MAX_PROMPT_CHARACTERS] + (f" ... ({cut} more characters)" if cut > 0 else "")))

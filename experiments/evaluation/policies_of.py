@@ -59,7 +59,10 @@ class Plan:
 
     def run_is_over(self) -> bool:
         """Returns whether the run will write no further checkpoint."""
-        return self.run is None or self.run.status().get("state") in RUN_IS_OVER
+        if self.run is None:
+            return True
+        status = self.run.status()
+        return status.get("state") in RUN_IS_OVER or "error" in status  # interrupted by Ctrl-C; SLURM brings a run back
 
     @cached_property
     def name(self) -> str:

@@ -20,13 +20,24 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from experiments.running.warning_signal import Interrupted
-from otb.errors import CRASHED, REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, first_line
+from otb.errors import CRASHED, REFUSED, STOPPED_FROM_KEYBOARD, RunError, first_line
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 CHOICES = ("baseline", "task", "model", "sandbox", "trainer", "parallel", "rollouts_by", "experiment")
 GROUPS = (*CHOICES, "auxiliary", "improvement", "schedule", "token_weights")
 PATHS = ("checkpoint", "run", "model.name", "output")  # keys whose value may be a folder with = in its name
 SWEEP = {"-m", "--multirun"}
+TRL_NAMES = {  # what TRL and transformers call a key of this project
+    "lr": "learning_rate",
+    "num_generations": "group_size",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "eval_steps": "evaluation.every",
+    "save_steps": "checkpoint_every",
+    "output_dir": "runs_dir",
+    "model_name_or_path": "model.name",
+    "per_device_train_batch_size": "prompts_per_step",
+}
 SAID = "OTB_SAID"  # names a file that the first of the processes of `gpus=N` makes that says why they end
 
 
@@ -41,7 +52,7 @@ def exit_codes(after_stop: str) -> Iterator[None]:
             yield
     except Interrupted as interruption:
         say_once(f"{interruption}; the same command goes on")
-        sys.exit(TRY_AGAIN)
+        sys.exit(interruption.code)
     except KeyboardInterrupt:
         say_once(f"stopped; the same command {after_stop}")
         sys.exit(STOPPED_FROM_KEYBOARD)
@@ -144,13 +155,15 @@ def refuse_unknown_choices(arguments: list[str], config_name: str = "config") ->
             override = OverridesParser.create().parse_override(argument)
         except HydraException as error:
             reason = first_line(error)
+            fix = "Quote what the shell may take." if "=" in argument else f"Write KEY={argument}."
             raise RunError(
-                f"{argument} cannot be read as KEY=VALUE: {reason}. Quote what the shell may take."
+                f"{argument} cannot be read as KEY=VALUE: {reason}.{run_key(argument, keys) or f' {fix}'}"
             ) from error
         name = override.key_or_group
         top, *rest = re.split(r"[./@]", name)
         if top not in keys:
-            raise RunError(f"{name} is no key of this project.{near_miss(top, keys)} Keys: {', '.join(sorted(keys))}.")
+            advice = run_key(argument, keys) or nearest_key(name, keys)
+            raise RunError(f"{name} is no key of this project.{advice} Keys: {', '.join(sorted(keys))}.")
         if top in sections and rest and rest[0] not in sections[top]:
             known = sections[top]
             raise RunError(f"{name} is no key of {top}.{near_miss(rest[0], known)} Keys: {', '.join(known)}.")
@@ -168,9 +181,30 @@ def _refuse_unknown_values(group: str, override: Override) -> None:
     choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
     for value in values:
         if value not in (*choices, "null"):
-            raise RunError(
-                f"{group}={value} is not one of the choices.{near_miss(value, choices)} Choices: {', '.join(choices)}."
-            )
+            owned = group == "model" and "/" in value
+            advice = f" Try model=hub model.name={value}." if owned else near_miss(value, choices)
+            raise RunError(f"{group}={value} is not one of the choices.{advice} Choices: {', '.join(choices)}.")
+
+
+def run_key(argument: str, keys: list[str]) -> str:
+    """Returns " Try run=PATH." where an argument is a path alone and the command has a key for a run, else ""."""
+    is_path = "/" in argument.partition("=")[0] or Path(argument).exists()
+    return f" Try run={argument}." if "run" in keys and is_path else ""
+
+
+def nearest_key(name: str, keys: list[str]) -> str:
+    """Returns " Did you mean KEY?" for a name that TRL has, or the closest key at any depth; "" where none is close."""
+    from experiments.keys import leaves
+    from experiments.running.fields import trainer_fields
+
+    nested = {leaf: key for leaf, key in leaves().items() if key.partition(".")[0] in keys}
+    options = {option: f"trainer.{option}" for option in trainer_fields()} if "trainer" in keys else {}
+    known = options | nested | {key: key for key in keys}
+    ours = TRL_NAMES.get(name)
+    if ours is not None and ours.partition(".")[0] in keys:
+        return f" Did you mean {ours}?"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {known[close[0]]}?" if close else ""
 
 
 def near_miss(value: str, choices) -> str:

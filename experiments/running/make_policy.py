@@ -51,7 +51,7 @@ def make_policy(cfg: DictConfig, task: Task, output: Path, step: Batches, record
         model = load_model(folder, cfg.model.revision, weights_dtype(cfg), cfg.model.get("attn_implementation"))
         bf16 = cfg.model.dtype == "bfloat16"
         how = Supervision(steps, step.forward, step.accumulation, cfg.learning_rate, cfg.seed, bf16, on_cpu)
-        model, losses = supervised(model, tokenizer, chats, how, lora, progress.warm_start, tools)
+        model, losses = supervised(model, tokenizer, chats, how, lora, progress.supervised, tools)
     record |= {
         **model_facts(folder, cfg.model.revision),
         "task": task.name,

@@ -14,9 +14,10 @@ import urllib.request
 from omegaconf import DictConfig
 
 from experiments.running.command_line import SAID
-from experiments.running.warning_signal import passes_on, received
+from experiments.running.warning_signal import passes_on, received, signals_passed_on
 from otb.errors import CRASHED, REFUSED, STOPPED_FROM_KEYBOARD, TRY_AGAIN, RunError, first_line
 
+HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # torchrun's own
 LEAVES_SIGNALS = "--signals-to-handle"  # an option of torchrun: the signals that it handles, and no others
 
 
@@ -49,8 +50,9 @@ def torchrun(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # it tells every end
-    if passes_on() and LEAVES_SIGNALS in run.get_args_parser().format_help():  # torch 2.9
-        words = [LEAVES_SIGNALS, "SIGINT,SIGHUP,SIGQUIT", *words]  # else at SIGTERM it ends the processes within 30 s
+    if LEAVES_SIGNALS in run.get_args_parser().format_help():  # torch 2.9; else it ends the processes within 30 s
+        handled = [name for name in HANDLED if name not in signals_passed_on()]
+        words = [LEAVES_SIGNALS, ",".join(handled), *words]
     try:
         run.main(words)
     except SignalException as stopped:

@@ -47,6 +47,7 @@ class Progress:
         )
         self.bar = Bar(*columns, console=self.console, disable=name is not None or not sys.stdout.isatty() or quiet)
         self.task = None
+        self.is_explained = False
 
     def __enter__(self) -> Progress:
         self.bar.start()
@@ -61,6 +62,16 @@ class Progress:
             self.console.print(f"{self.name}: {text}" if self.name else text)
 
     def warm_start(self, step: int, steps: int, loss: float) -> None:
+        """Shows that `step` of `steps` steps of the tiny policy's warm start are done; explains it before the first."""
+        if not self.is_explained:
+            self.is_explained = True
+            self.note(
+                f"warm start: {steps} supervised steps on solved problems, because an untrained policy earns no "
+                "reward. Once per task and machine: the policy is kept in $OTB_CACHE or ~/.cache/otb."
+            )
+        self.supervised(step, steps, loss)
+
+    def supervised(self, step: int, steps: int, loss: float) -> None:
         """Shows that `step` of `steps` supervised steps are done."""
         self._advance("warm start", step, steps, f"loss {loss:.2f}")
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from otb.errors import RunError, unwritable
+from otb.records.lock_file import has_process, is_here, machine, read_lock
 
 HEARTBEAT_SECONDS = 10.0
 DEAD_AFTER_SECONDS = 60.0  # of silence, for a holder on another host
@@ -138,23 +139,6 @@ def started_by() -> str | None:
     return os.environ.get(SWEEP_VARIABLE) or os.environ.get("SLURM_JOB_ID")
 
 
-def machine() -> str:
-    """Names where a process id means one process: this boot of this kernel, this container. Hosts can share a name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
-def read_lock(file: Path) -> dict:
-    """Returns what the lock says of its holder; {} where there is no lock, or a damaged one."""
-    try:
-        return json.loads(file.read_text(encoding="utf8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
-
-
 def heartbeat_age(file: Path) -> float:
     """Returns the seconds since the last heartbeat by the file system's clock; 0 where the lock has just gone."""
     probe = file.with_name(f".{file.name}.{uuid.uuid4().hex}.now")
@@ -171,11 +155,8 @@ def is_alive(holder: dict, age: float) -> bool:
     """Tells whether the process that a lock names may still write. age: seconds since its heartbeat."""
     if not holder:
         return False  # the lock has gone
-    if holder.get("machine") == machine():
-        try:  # a recycled process id has another start time
-            return abs(psutil.Process(holder["pid"]).create_time() - holder["process_started"]) < 1.0
-        except psutil.NoSuchProcess:
-            return False
+    if is_here(holder):
+        return has_process(holder)
     me = this_process()
     if me["job"] is not None and holder.get("job") == me["job"] and holder.get("job_restarts", 0) < me["job_restarts"]:
         return False  # SLURM requeued this job, so its earlier start has ended

@@ -31,7 +31,7 @@ from experiments.running.kept_rollouts import FiniteCheck, KeptRollouts
 from experiments.running.prompt_sampler import PromptSampler
 from experiments.running.rollout_rows import write_parquet
 from experiments.running.run_lock import RunLock
-from experiments.running.warning_signal import Interrupted, received
+from experiments.running.warning_signal import finishing_the_step, interruption, received
 from otb.errors import RunError, unwritable
 from otb.methods.improvement_update import STATE as IMPROVEMENT_STATE
 from otb.methods.token_weights import STATE as TOKEN_WEIGHTS_STATE
@@ -97,7 +97,7 @@ class RunTrainer(OTBTrainer):
 
     Raises:
         RunError: a file cannot be written, the lock was lost, or a loss or gradient is not finite.
-        Interrupted: a warning signal came, and the checkpoint is written.
+        Interrupted: a warning signal or Ctrl-C came, and the checkpoint is written.
     """
 
     words = RunOptions
@@ -138,7 +138,8 @@ class RunTrainer(OTBTrainer):
 
     def train(self, *args, **kwargs):
         self._step_started = time.perf_counter()
-        return super().train(*args, **kwargs)
+        with finishing_the_step(say=self.accelerator.is_main_process):
+            return super().train(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         last_done = self._globalstep_last_logged
@@ -156,7 +157,7 @@ class RunTrainer(OTBTrainer):
         if self.accelerator.is_main_process and self.directory.status().get("state") != "failed":  # another process has
             self.directory.write_status("running", step=step, steps=self.state.max_steps)
         if interrupted and step < self.state.max_steps:
-            raise Interrupted(f"a warning signal came; checkpoint written at step {step}")
+            raise interruption(step)
         self._step_started = time.perf_counter()
 
     def _any_process_warned(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def summary_table(paths: list[Path]) -> Table:
         accuracy_cells = [f"{value:.3f}" for value in before_best_last] or ["", "", ""]
         minutes = sum(row["seconds_step"] for row in read_rows(directory.metrics_file)) / 60
         tokens = f"{last.get('own_tokens_total', 0):,.0f}" if last else ""
-        state = status.get("state", "not started")
+        state = directory.state() or "not started"
         cells = (state, str(status.get("step", 0)), *accuracy_cells, tokens, f"{minutes:.1f}")
         table.add_row(*([name] if several else []), *cells)
     return table
@@ -73,7 +74,13 @@ def distinct_names(paths: list[Path]) -> list[str]:
 
 
 class SweepSummary(Callback):
-    """Prints the table of a sweep after its last run, as a Hydra callback; exits with CRASHED where a run failed."""
+    """Prints the folder of a sweep before its first run, and after its last one the table and the commands that follow.
+
+    A Hydra callback. Exits with CRASHED where a run failed.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs) -> None:
+        print(f"sweep: {shown_folder(config)}", flush=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs) -> None:
         if not config.hydra.launcher.get("wait", True):
@@ -83,5 +90,22 @@ class SweepSummary(Callback):
         failed = [job for job in jobs if job.error is not None]
         for job in failed:
             print(f"failed: {job.run}: {job.error}", file=sys.stderr)
+        print(next_commands(shown_folder(config)), flush=True)
         if failed:
             sys.exit(CRASHED)
+
+
+def shown_folder(config: DictConfig) -> str:
+    """Returns the folder of a sweep as a user would type it: relative where it lies below the working directory."""
+    folder = Path(config.hydra.sweep.dir).absolute()
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+
+
+def next_commands(folder: str) -> str:
+    """Returns the lines at the end of a sweep: what to type next."""
+    quoted = shlex.quote(folder)
+    return (
+        f"report: python -m analysis.report {quoted}\n"
+        f"status: python -m slurm.status {quoted}\n"
+        "again: the same command resumes what ended early and skips the rest"
+    )

@@ -61,7 +61,10 @@ def load_jobs(folder: Path) -> list[Job]:
     """Reads the jobs of a sweep, in its order. Raises RunError where the folder holds no sweep."""
     numbers = sorted(int(file.stem.removeprefix("job-")) for file in Path(folder).glob("job-*.json"))
     if not numbers:
-        raise RunError(f"{folder} is no folder of a sweep: it holds no job-*.json. A sweep prints its folder's name.")
+        raise RunError(
+            f"{folder} is no folder of a sweep: it holds no job-*.json. `python -m slurm.status RUNS_DIR` lists "
+            "the sweeps of a folder of runs."
+        )
     return [load_job(Path(folder), number) for number in numbers]
 
 

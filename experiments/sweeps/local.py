@@ -26,7 +26,6 @@ from experiments.running.run_lock import (
     SWEEP_VARIABLE,
     heartbeat_age,
     is_alive,
-    read_lock,
     restarts,
     started_by,
 )
@@ -39,6 +38,7 @@ from experiments.sweeps.runs_of import folder_of, plan
 from experiments.sweeps.snapshot import take_snapshot
 from experiments.sweeps.state import Queued, RunState, state_of
 from otb.errors import TRY_AGAIN, RunError
+from otb.records.lock_file import read_lock
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_END = 15.0  # for a run to write down that it was stopped
@@ -134,8 +134,11 @@ class LocalSweep:
                             self._end(run)
                     display.show(self._states())
                 display.show(self._states())
+        except KeyboardInterrupt:
+            self._finish_steps()
+            raise
         finally:
-            for run in self.running:  # after Ctrl-C, which they got too
+            for run in self.running:  # after a second Ctrl-C
                 try:
                     run.process.wait(SECONDS_TO_END)
                 except subprocess.TimeoutExpired:
@@ -145,6 +148,14 @@ class LocalSweep:
                     slot.close()
         if received():
             raise Interrupted("a warning signal came; the runs that were under way have written checkpoints")
+
+    def _finish_steps(self) -> None:
+        """Waits until the runs, which got the same Ctrl-C from the terminal, have written their checkpoints."""
+        self.waiting.clear()
+        text = "\nstopping: each run writes a checkpoint after its step; Ctrl-C again ends them at once"
+        print(text, file=sys.stderr, flush=True)
+        while any(run.process.poll() is None for run in self.running):
+            time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _warn(self) -> None:
         """Passes a warning on to the runs, and leaves those that have not begun to the same command."""

@@ -10,20 +10,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from rich.table import Column, Table
 
-from experiments.running.run_lock import machine, read_lock
 from experiments.running.summary import distinct_names
 from experiments.sweeps.jobs import Job
 from otb.records import RunDirectory, read_rows
+from otb.records.lock_file import has_process, is_here, read_lock
 
 STALE_AFTER_SECONDS = 300.0  # a run is stale after the longer of the two without a heartbeat
 STALE_AFTER_STEPS = 10
 TAIL_BYTES = 1 << 16
 RECENT_ROWS = 20
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")  # of SLURM's job states
-COLOURS = {"done": "green", "running": "cyan", "queued": "", "failed": "red", "missing": "yellow", "stale": "yellow"}
+COLOURS = {"done": "green", "running": "cyan", "queued": "", "failed": "red", "killed": "red"}
+COLOURS |= {"interrupted": "yellow", "missing": "yellow", "stale": "yellow"}
+GOES_ON = "the same command resumes it"
 
 
 class Queued(NamedTuple):
@@ -38,7 +39,7 @@ class RunState(NamedTuple):
     """Where a run stands."""
 
     run: Path
-    state: str  # done, running, queued, failed, missing, stale
+    state: str  # done, running, queued, failed, killed, interrupted, missing, stale
     step: int
     steps: int
     accuracy: float | None  # the last held-out one
@@ -60,11 +61,11 @@ def state_of(job: Job, queued: Queued | None = None, queue: set[str] | None = No
     queued: what the queue says of this run; queue: the SLURM_JOB_ID of every job in it, None where it cannot be asked.
     """
     directory = RunDirectory(job.run)
-    status, lock = directory.status(), read_lock(directory.path / "lock.json")
+    status, lock = directory.status(), read_lock(directory.lock_file)
     rows, evaluations = last_rows(directory.metrics_file), list(read_rows(directory.evaluations_file))
     seconds = sum(row["seconds_step"] for row in rows) / len(rows) if rows else 0.0
     step = rows[-1]["step"] if rows else 0
-    fresh = bool(lock) and is_fresh(directory.path / "lock.json", seconds)
+    fresh = bool(lock) and is_fresh(directory.lock_file, seconds)
     gone = has_gone(lock, queue)
     state, error = decide_state(job, status, queued, queue, locked=bool(lock), fresh=fresh, gone=gone)
     per_step = seconds + sum(row["seconds"] for row in evaluations) / max(1, step)
@@ -99,6 +100,10 @@ def decide_state(
     if queued is not None:
         hangs = locked and not gone  # nor fresh; the lock of a process that is gone says nothing of the next one
         return ("stale", "its job runs, but no heartbeat comes") if hangs else ("running", "")
+    if locked and gone:
+        return "killed", job.error or f"its process is gone; {GOES_ON}"
+    if status.get("state") == "interrupted":
+        return "interrupted", f"{status.get('error') or job.error or 'by a warning signal'}; {GOES_ON}"
     if job.error is not None:
         return "failed", job.error
     if status.get("state") == "failed":
@@ -106,7 +111,7 @@ def decide_state(
     if queue is None and job.submission:
         return "queued", "SLURM does not answer; it was submitted"
     if locked:
-        return "stale", "its process is gone, or its host"
+        return "stale", "no heartbeat comes: its process or its host is gone"
     if status:
         return "failed", "it ended before it was done, and nothing brings it back (was its job cancelled?)"
     return "missing", ""
@@ -123,8 +128,8 @@ def is_fresh(lock_file: Path, step_seconds: float) -> bool:
 
 def has_gone(lock: dict, queue: set[str] | None) -> bool:
     """Tells whether the process that a lock names is known to be no more, whatever its last heartbeat."""
-    if lock.get("machine") == machine():
-        return not psutil.pid_exists(lock["pid"])
+    if is_here(lock):
+        return not has_process(lock)
     return queue is not None and bool(lock.get("job")) and lock["job"] not in queue
 
 

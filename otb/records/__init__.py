@@ -4,7 +4,7 @@ config.yaml         the resolved configuration          environment.json   versi
 metrics.jsonl       a row per step, append-only         evaluations.jsonl  a row per evaluation
 status.json         state and progress                  rollouts/          samples, a parquet file per kept step
 checkpoints/        step-00000040/, complete or absent  discarded.jsonl    rows that a resume replaced
-evaluations/        a row per evaluated sample, parquet  lock.json         the process that writes
+evaluations/        a row per evaluated sample, parquet  lock.json         the process that writes, see lock_file.py
 run_id              the name of this run at a tracker
 begun_by            the sweep or SLURM job that first started this run, if any
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from otb.errors import RunError, unwritable
 from otb.files import sync_file, sync_tree, write_atomically, write_once
+from otb.records.lock_file import has_process, is_here, read_lock
 
 
 def read_rows(path: Path) -> Iterator[dict]:
@@ -52,6 +53,7 @@ class RunDirectory:
         self.evaluations_file = self.path / "evaluations.jsonl"
         self.discarded_file = self.path / "discarded.jsonl"
         self.status_file = self.path / "status.json"
+        self.lock_file = self.path / "lock.json"
         self.run_id_file = self.path / "run_id"
         self.begun_by_file = self.path / "begun_by"
         self.rollouts = self.path / "rollouts"
@@ -61,11 +63,23 @@ class RunDirectory:
     # ---- status
 
     def status(self) -> dict:
-        """Returns the last status: state (running, finished, failed), step, steps, updated, error; {} for a new run."""
+        """Returns the last status, {} for a new run.
+
+        Keys: state (running, finished, failed, interrupted), step, steps, updated, error.
+        """
         try:
             return json.loads(self.status_file.read_text(encoding="utf8"))
         except FileNotFoundError:
             return {}
+
+    def state(self) -> str | None:
+        """Returns the state of the status, or "killed" where it is "running" and its process is known to be gone.
+
+        None for a new run. Nothing is written: the next start of the run does that.
+        """
+        holder = read_lock(self.lock_file)  # first: a run that ends meanwhile leaves its last status behind
+        state = self.status().get("state")
+        return "killed" if state == "running" and is_here(holder) and not has_process(holder) else state
 
     def write_status(self, state: str, **facts) -> None:
         """Replaces the status. Raises RunError if it cannot be written."""

@@ -24,7 +24,11 @@ METRICS = {
     "tool_tokens_total": Metric("tokens", "tool tokens since the start of the run"),
     "reward_mean": Metric("reward", "mean over the scored rollouts of the step"),
     "reward_spread": Metric("reward", "standard deviation over the scored rollouts of the step"),
-    "accuracy": Metric("share", "scored rollouts with reward 1"),
+    "accuracy": Metric(
+        "share",
+        "scored rollouts with reward 1; absent with several reward functions or a weight other than 1, because a "
+        "weighted sum is no grade",
+    ),
     "unscored": Metric("share", "rollouts that no reward function could score; absent when there were none"),
     "grade_correct": Metric("share", "rollouts whose final answer equals the reference; maths tasks only"),
     "grade_wrong": Metric("share", "rollouts with a readable answer that differs from the reference; maths tasks only"),

@@ -16,18 +16,19 @@ from analysis import style
 from analysis.arms import ARMS
 from analysis.by_run import by_run
 from analysis.cost import cost_table, time_and_memory
-from analysis.group_size import accuracy_by_group_size
+from analysis.group_size import accuracy_by_group_size, final_accuracy, final_words
 from analysis.learning_curves import gradient_norm_and_accuracy, learning_curves
 from analysis.noise import power_per_run, variance
 from analysis.palette import rgb
 from analysis.report.drawing import Figure, draw
 from analysis.report.figures import MAIN_ARMS
+from analysis.report.sample_figures import run_of_a_mixed_group
 from analysis.runs.load import load
 from analysis.runs.samples import read_group, read_samples, sample_steps
 from analysis.stability import stability, stability_table
 from analysis.token_consumption import default_target
 from analysis.token_figure import token_consumption, tokens_by_arm
-from analysis.token_positions import energy_against_reward, group_numbers, token_positions
+from analysis.token_positions import energy_against_reward, group_numbers, shown_rollouts, token_positions
 from otb.errors import RunError
 from tests.support.analysis_runs import group, write_run, write_sweep
 
@@ -150,7 +151,8 @@ def test_the_arms_of_the_first_figure_differ_to_colour_blind_readers(seen_as):
 def test_two_seeds_give_raw_lines_and_no_interval(table):
     axes = learning_curves(table[table.seed < 2])
     assert style.numbers(axes).low.isna().all() and len(axes.collections) == 0
-    assert any("no interval" in text.get_text() for text in axes.figure.legends[0].get_texts())
+    assert axes.get_title("left") == "2 seeds per arm; no interval below 3 seeds"  # and no word of a band
+    assert "band: 95 % interval" in learning_curves(table).get_title("left")
 
 
 def test_unequal_seeds_are_stated(table):
@@ -162,6 +164,70 @@ def test_every_seed_is_a_line_that_names_its_run(table):
     axes = learning_curves(table)
     names = {line.get_gid() for line in axes.lines} - {None}
     assert names == {f"run:{run}" for run in table.run.unique()}
+
+
+def test_the_final_accuracy_never_counts_the_evaluation_before_training(tmp_path):
+    """Evaluated at steps 0, 10 and 20: final is the mean of the last two; at 0 and 20: the last one alone."""
+    write_run(tmp_path, "otb", seed=0, steps=20, every=10, rate=0.02)  # 0.4, 0.6, 0.8
+    write_run(tmp_path, "otb", seed=1, steps=20, every=20, rate=0.02)  # 0.4, 0.8
+    write_run(tmp_path, "otb", seed=2, steps=20, every=30, rate=0.02)  # 0.4
+    runs = final_accuracy(load(tmp_path, cache=False).used).set_index("seed")
+    assert runs.final.to_dict() == pytest.approx({0: 0.7, 1: 0.8})  # seed 2 was not measured at the end
+    assert runs.averaged.to_dict() == {0: 2, 1: 1} and runs["first"].to_dict() == {0: 0.4, 1: 0.4}
+    assert final_words(runs).endswith("of the only one where a run has one after step 0")
+    assert final_words(runs.loc[[0]]) == "mean of the last two evaluations"
+    assert final_words(runs.loc[[1]]) == "the only evaluation after step 0"
+
+
+def test_runs_that_were_evaluated_before_training_alone_have_no_final_accuracy(tmp_path):
+    write_run(tmp_path, "otb", steps=20, every=30)
+    with pytest.raises(RunError, match=r"evaluated after step 0.*evaluation.every=10"):
+        final_accuracy(load(tmp_path, cache=False).used)
+
+
+@pytest.mark.parametrize(("seeds", "x"), [(1, "own_tokens_total"), (3, "own_tokens_total"), (1, "step"), (3, "step")])
+def test_evaluations_are_markers_and_nothing_but_straight_lines_lies_between(table, seeds, x):
+    """N=4 samples 1,600 tokens a step and is evaluated every 10 steps."""
+    of_arm = table[(table.baseline == "otb") & (table.group_size == 4) & (table.seed < seeds)]
+    axes = learning_curves(of_arm, x=x)
+    marked = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    step = 10 * (1600 if x == "own_tokens_total" else 1)
+    for line in marked:
+        assert list(line.get_xdata()) == [0, step, 2 * step, 3 * step, 4 * step]
+    assert len(marked) == seeds + (seeds == 3) and axes.get_xscale() == "linear"
+    assert all(len(line.get_xdata()) in (0, 5) for line in axes.lines)  # no point where nothing was measured
+
+
+def test_rows_of_every_step_have_no_markers(table):
+    assert {line.get_marker() for line in learning_curves(table, "reward_mean").lines} <= {"", "None"}
+
+
+def test_baselines_of_one_group_size_stand_side_by_side(table):
+    axes = accuracy_by_group_size(table[table.group_size == 4])
+    assert axes.get_xlabel() == "group size N=4" and axes.get_xscale() == "linear"
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["OTB", "GRPO", "RLOO"]
+    assert all(line.get_linestyle() == "None" for line in axes.lines)  # no line through one point
+
+
+def test_steps_have_whole_ticks_and_logarithmic_axes_plain_numbers(table):
+    left, right = gradient_norm_and_accuracy(table)
+    left.figure.canvas.draw()
+    assert all(float(tick).is_integer() for axes in (left, right) for tick in axes.get_xticks())
+    low, high = left.get_ylim()  # gradient norms from 0.1 to 0.15
+    shown = [
+        label.get_text()
+        for label, at in zip(left.get_yticklabels(), left.get_yticks(), strict=True)
+        if low <= at <= high
+    ]
+    assert len(shown) >= 3 and all(re.fullmatch(r"0\.\d+", text) for text in shown)
+
+
+def test_shares_begin_at_0_and_no_point_is_cut_by_the_frame(table):
+    _, *panels = stability(table)
+    for axes in panels:
+        points = np.concatenate([line.get_ydata() for line in axes.lines])
+        assert axes.get_ylim()[0] == 0 and points.max() < axes.get_ylim()[1]
+        assert not any(line.get_clip_on() for line in axes.lines)
 
 
 def test_a_missing_cell_of_the_grid_is_named_with_its_command(table):
@@ -258,6 +324,26 @@ def test_token_positions_draw_the_group_with_its_text(tmp_path):
     assert axes[1].get_title() == "baseline"
     older = read_group(run).drop(columns="baselines")
     assert token_positions(older)[1].get_title() == "baseline (not kept)"
+
+
+def test_the_texts_below_a_group_are_of_different_rewards_where_there_are_any():
+    rewards = [1.0] * 8 + [0.0, 0.0]
+    numbers = pd.DataFrame({"rollout": range(10), "reward": rewards})
+    assert shown_rollouts(numbers) == [0, 1, 2, 3, 8, 9]  # two wrong ones, and the first four right ones
+    assert shown_rollouts(numbers[:8]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_group_whose_rewards_differ_is_read_from_an_earlier_step_where_the_last_has_none(tmp_path):
+    run = write_run(tmp_path)
+    group().assign(step=60, reward=1.0).to_parquet(run / "rollouts" / "step-00000060.parquet")
+    assert set(read_group(run).step) == {40} and set(read_group(run, 60).step) == {60}
+
+
+def test_the_run_whose_rewards_differ_is_the_one_that_is_drawn(tmp_path):
+    names = [write_run(tmp_path, seed=seed).name for seed in range(2)]
+    group().assign(reward=1.0).to_parquet(tmp_path / names[0] / "rollouts" / "step-00000040.parquet")
+    loaded = load(tmp_path, cache=False)
+    assert run_of_a_mixed_group(loaded, names) == names[1] and run_of_a_mixed_group(loaded, names[:1]) == names[0]
 
 
 def test_energy_against_reward_by_hand():

@@ -1,11 +1,13 @@
 """analysis.runs.load: runs to tables, the cache, damaged files, and what must not be compared."""
 
 import json
+import os
 import pydoc
 import shutil
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import yaml
 
@@ -13,8 +15,9 @@ from analysis import arms
 from analysis.checks import one_setting
 from analysis.runs import load as load_module
 from analysis.runs.load import load
-from analysis.runs.marks import setting_differences
+from analysis.runs.marks import setting_differences, setting_labels
 from otb.errors import RunError
+from otb.records.lock_file import machine
 from tests.support.analysis_runs import write_run, write_sweep
 
 CONFIGURATIONS = Path(__file__).parents[2] / "conf" / "baseline"
@@ -169,11 +172,45 @@ def test_unfinished_and_moved_runs_are_left_out_unless_asked_for(tmp_path):
     assert set(load(tmp_path, include=("unfinished",)).used.seed) == {0, 1}
 
 
+def test_a_run_whose_process_is_gone_is_called_killed_and_its_files_stay_as_they_are(tmp_path):
+    """The lock names this process with another start time: its process id was given to another process since."""
+    path = write_run(tmp_path, state="running")
+    lock = {"machine": machine(), "pid": os.getpid(), "process_started": 12345.0}
+    (path / "lock.json").write_text(json.dumps(lock))
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    for _ in range(2):  # the second time from the cache
+        loaded = load(tmp_path)
+        assert list(loaded.runs.outcome) == ["killed"]
+        assert loaded.warnings == ("left out: otb-n4-seed0: not finished: killed; --include unfinished uses them",)
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+    lock["process_started"] = psutil.Process().create_time()
+    (path / "lock.json").write_text(json.dumps(lock))
+    assert list(load(tmp_path).runs.outcome) == ["running"]
+
+
+def test_the_folder_of_a_sweep_stands_for_the_runs_that_its_job_files_name(tmp_path):
+    runs_dir = tmp_path / "runs"
+    named = [write_run(runs_dir / "arithmetic-tiny", seed=seed) for seed in (0, 1)]
+    write_run(runs_dir / "arithmetic-tiny", seed=2)  # of another sweep
+    sweep = runs_dir / "sweep-1a2b3c4d"
+    sweep.mkdir()
+    for number, run in enumerate([*named, runs_dir / "arithmetic-tiny" / "not-begun"]):
+        (sweep / f"job-{number:05d}.json").write_text(json.dumps({"number": number, "run": str(run)}))
+    loaded = load(sweep)
+    assert list(loaded.runs.run) == ["arithmetic-tiny/otb-n4-seed0", "arithmetic-tiny/otb-n4-seed1"]
+    assert loaded.directory("arithmetic-tiny/otb-n4-seed1") == named[1]
+    moved = runs_dir.rename(tmp_path / "moved")
+    assert list(load(moved / sweep.name).runs.run) == list(loaded.runs.run)
+    (moved / "arithmetic-tiny").rename(tmp_path / "gone")
+    with pytest.raises(RunError, match=r"none of its runs has begun: python -m slurm.status"):
+        load(moved / sweep.name)
+
+
 def test_a_diverged_run_is_a_result_and_is_kept(tmp_path):
     write_run(tmp_path, state="failed", error="RunError: loss=nan at step 40; training stops.")
     write_run(tmp_path, seed=1, state="failed", error="KeyboardInterrupt: ")
     loaded = load(tmp_path)
-    assert list(loaded.runs.outcome) == ["diverged", "unfinished"]
+    assert list(loaded.runs.outcome) == ["diverged", "failed"]
     assert set(loaded.used.seed) == {0}
 
 
@@ -212,7 +249,8 @@ def test_a_run_from_before_a_key_shares_the_setting_of_one_that_has_its_default(
     write_run(tmp_path, seed=2, changes={"rollouts_by": {"name": "vllm"}})
     runs = load(tmp_path).runs
     assert runs.setting.nunique() == 2
-    assert setting_differences(runs) == {"rollouts_by.name": ["None", "vllm"]}
+    assert setting_differences(runs) == {"rollouts_by.name": ["absent or default", "vllm"]}
+    assert sorted(setting_labels(runs).values()) == ["rollouts_by.name=vllm", "without rollouts_by.name"]
 
 
 def test_settings_are_never_mixed(tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 
+import pandas as pd
 import pytest
 
 from analysis.rollouts.__main__ import main
@@ -240,13 +241,29 @@ def test_tokens_have_the_colours_of_the_terminal_and_the_legend_says_them(opened
     assert re.sub(r"\s+", " ", chrome.find(".legend").text) == "−0.909 less likely more likely +0.909"
 
 
+def test_the_page_opens_on_a_run_with_energies_and_says_why_another_has_none(chrome, tmp_path):
+    folder = write_rollout_runs(tmp_path)
+    for file in (folder / "grpo-n4-seed0" / "rollouts").glob("step-*.parquet"):
+        pd.read_parquet(file).assign(energies=None, log_probs=None).to_parquet(file)
+    assert main([str(folder)]) == 0
+    with chrome.silent():
+        chrome.open(folder / "rollouts.html", "")
+        chrome.wait(SETTLED)
+        assert chrome.texts("section > header")[0].startswith("OTB, N=4, seed 0") and chrome.find("#lacking").text == ""
+        chrome.open(folder / "rollouts.html", "run=grpo-n4-seed0&step=40&prompt=0")
+        chrome.wait(SETTLED)
+        assert chrome.find("#lacking").text == (
+            "This run did not record energy, score norm, probability: log_energy=true does."
+        )
+
+
 def test_older_files_offer_what_they_hold(opened):
     chrome = opened("run=rloo-n4-seed0&step=40&prompt=0")
     enabled = chrome.js(
         "return [...document.getElementsByName('by')].filter(one => !one.disabled).map(one => one.value)"
     )
     assert enabled == ["advantage", "energy", "score norm"]
-    assert chrome.find("[title='This run did not keep it.']").text == "baseline"
+    assert chrome.find("#lacking").text == "An older version wrote this run, without baseline, probability."
     assert chrome.texts("figcaption") == ["realized energy W"]
     chrome.point(token(chrome, 0, 2))
     values = chrome.js(VALUES)

@@ -47,6 +47,16 @@ def test_a_group_is_shown_with_its_prompt_legend_rewards_and_tokens(run):
     assert "call output end" in text
 
 
+def test_the_first_group_whose_rewards_differ_is_shown_unless_another_is_asked_for(run):
+    samples = read_samples(run.path).assign(reward=1.0)
+    mixed = samples.assign(prompt=3, reward=[1.0, 0.0])
+    both = pd.concat([samples, mixed])
+    for asked, expected in ((None, 3), (0, 0)):
+        console = Console(file=io.StringIO(), width=80)
+        show.show_group(console, both, asked, "advantage")
+        assert f"prompt {expected} of 2 kept" in console.file.getvalue()
+
+
 def test_lines_fit_80_columns_and_no_token_can_move_the_cursor_or_mean_markup(run):
     text = shown(run)
     assert max(cell_len(line) for line in text.splitlines()) <= 80

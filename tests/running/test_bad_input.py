@@ -217,7 +217,8 @@ def log(tmp_path_factory):
 
 def assert_refused(code: int, printed: str, said: tuple[str, ...]) -> None:
     assert code == REFUSED, printed
-    assert printed.startswith("error: ") and "Traceback" not in printed
+    before, error, _ = printed.partition("error: ")
+    assert error and re.fullmatch(r"(run directory: .*\n)?", before) and "Traceback" not in printed
     for part in said:
         assert part in printed
     assert len(printed) < 800

@@ -28,7 +28,7 @@ def seconds_left(line: str) -> int | None:
 
 def lines_by_step(capsys, description: str) -> dict[int, str]:
     """What was printed of a description: step -> line."""
-    lines = [line for line in capsys.readouterr().out.splitlines() if description in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(rf"{description} \d", line)]
     return {int(re.search(r"(\d+)/\d+", line)[1]): line for line in lines}
 
 
@@ -48,6 +48,15 @@ def test_a_warm_start_knows_its_time_from_its_first_line(clock, capsys):
     assert list(lines) == [*range(77, 620, 77), 620] and len(lines) == LINES_PER_RUN + 1
     for step, line in lines.items():
         assert seconds_left(line) == pytest.approx(0.1 * (620 - step), abs=0.51)
+
+
+def test_a_warm_start_is_explained_once_before_its_first_step(capsys):
+    with Progress(80) as progress:
+        for step in range(1, 9):
+            progress.warm_start(step, 8, loss=1.0)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("warm start: 8 supervised steps on solved problems, because")
+    assert "Once per task and machine" in first and len(others) == 8
 
 
 def test_training_after_a_warm_start_is_timed_by_its_own_steps(clock, capsys):

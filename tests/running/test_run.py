@@ -1,6 +1,7 @@
 """The commands of the README, typed as a user types them: the default run, a sweep, real data, --help."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from experiments.keys import TITLES
+from experiments.running.command_line import refuse_unknown_choices
+from otb.errors import RunError
 from tests.support import commands
 from tests.support.commands import ROOT, rows, run_command_line, run_light
 
@@ -28,7 +32,11 @@ def test_default_run_lifts_held_out_accuracy_by_a_quarter_and_leaves_a_picture(t
     assert evaluations[-1]["accuracy"] >= evaluations[0]["accuracy"] + 0.25
     assert [row["step"] for row in rows(directory / "metrics.jsonl")] == list(range(1, 21))
     assert (directory / "learning_curve.png").stat().st_size > 10_000
-    assert "run directory" in done.stdout and "accuracy" in done.stdout
+    (
+        first,
+        *_,
+    ) = done.stdout.splitlines()
+    assert first == f"run directory: {directory}" and "accuracy" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +109,41 @@ def test_help_configuration_and_refusals_answer_before_anything_heavy_is_importe
     assert run_light(arguments, cwd=tmp_path).returncode == exit_code
 
 
-def test_help_names_every_choice():
+def test_help_has_a_line_about_every_choice_and_names_the_page_of_keys():
     text = run_command_line(["--help"]).stdout
-    for group in ("baseline", "task", "model", "experiment"):
+    assert "docs/keys.md" in text and "hydra/launcher: where" in text
+    for group in TITLES:
         for path in (ROOT / "conf" / group).glob("*.yaml"):
-            assert path.stem in text
+            (line,) = re.findall(
+                rf"^  {re.escape(path.stem)} .*$", text.partition(f"\n{group}: ")[2].partition("\n\n")[0], re.M
+            )
+            assert len(line.split()) > 3 and len(line) <= 120, line
+    assert "rloo                 Leave-one-out baseline: each rollout is compared with the other rollouts" in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ("max_completion_length=32", "Did you mean task.max_completion_length?"),
+        ("report_to=wandb", "Did you mean trainer.report_to?"),
+        ("lr=1e-3", "Did you mean learning_rate?"),
+        ("num_generations=8", "Did you mean group_size?"),
+        ("max_steps=8", "Did you mean steps?"),
+        ("save_strategy=no", "Did you mean trainer.save_strategy?"),
+        ("weight_deca=0.1", "Did you mean trainer.weight_decay?"),
+        ("grup_size=8", "Did you mean group_size?"),
+        ("model=Qwen/Qwen2.5-0.5B", "Try model=hub model.name=Qwen/Qwen2.5-0.5B."),
+    ],
+)
+def test_a_wrong_key_is_answered_with_the_right_one_at_whatever_depth(argument, advice):
+    with pytest.raises(RunError, match=re.escape(advice)):
+        refuse_unknown_choices([argument])
+
+
+@pytest.mark.parametrize("argument", ["runs/arithmetic-tiny/otb-n4-seed0", "runs/arithmetic-tiny/otb-log_energy=True"])
+def test_a_run_directory_without_its_key_is_answered_with_the_key(argument):
+    with pytest.raises(RunError, match=re.escape(f"Try run={argument}.")):
+        refuse_unknown_choices([argument], "evaluate")
 
 
 @pytest.mark.parametrize("group", ["baseline", "task", "model", "sandbox", "experiment", "trainer", "hydra/launcher"])

@@ -3,14 +3,17 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
 from experiments.running import run_lock
-from experiments.running.run_lock import DEAD_AFTER_SECONDS, RunLock, machine, read_lock, restarts
+from experiments.running.run_lock import DEAD_AFTER_SECONDS, RunLock, restarts
 from otb.errors import RunError
+from otb.records.lock_file import machine, read_lock
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 
@@ -45,6 +48,18 @@ def test_lock_of_a_dead_process_on_this_machine_is_taken_over_at_once(tmp_path):
     lock_of(tmp_path, machine=machine(), pid=gone.pid, process_started=started)
     with RunLock(tmp_path) as lock:
         assert lock.held()
+
+
+def test_a_process_that_ended_and_was_not_waited_for_holds_no_lock(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    started = psutil.Process(ended.pid).create_time()
+    wait_for(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
+    lock_of(tmp_path, machine=machine(), pid=ended.pid, process_started=started)
+    try:
+        with RunLock(tmp_path) as lock:
+            assert lock.held()
+    finally:
+        ended.wait()
 
 
 def test_lock_of_a_recycled_process_id_is_taken_over(tmp_path):

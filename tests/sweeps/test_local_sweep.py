@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from experiments.running.devices import visible_gpus
-from experiments.running.run_lock import is_alive, read_lock
+from experiments.running.run_lock import is_alive
+from experiments.sweeps.jobs import Job
 from experiments.sweeps.local import LocalSweep
 from experiments.sweeps.preloaded import Preloaded
+from experiments.sweeps.state import state_of
 from otb.records import RunDirectory
+from otb.records.lock_file import read_lock
 from tests.support import commands
 from tests.support.commands import ROOT, arguments, run_command_line, wait_for, without_times
 from tests.support.economy import NO_PICTURES
@@ -55,6 +58,12 @@ def test_a_killed_run_of_a_local_sweep_is_started_again_and_loses_nothing(killed
     runs_dir, printed = killed
     assert [job["starts"] for job in job_files(runs_dir / "s")] == [1, 2]
     assert "1: otb-n2-seed1: done 4/4" in printed and "0: otb-n2-seed0: done 4/4" in printed
+    lines = printed.splitlines()
+    assert lines[0] == f"sweep: {runs_dir / 's'}"
+    assert lines[-3:-1] == [
+        f"report: python -m analysis.report {runs_dir / 's'}",
+        f"status: python -m slurm.status {runs_dir / 's'}",
+    ]
     commands.done(arguments(tmp_path / "alone", model__name=policy, steps=4, seed=1), tmp_path / "log")
     (alone,) = (tmp_path / "alone").glob("*/*/metrics.jsonl")
     (resumed,) = runs_dir.glob("*/*seed1*/metrics.jsonl")
@@ -112,6 +121,25 @@ def test_a_warned_local_sweep_stops_its_runs_at_checkpoints_and_goes_on_without_
     assert again.returncode == 0 and again.stdout.count(": done 4/4") == 3, again.stdout
     (alone,) = killed[0].glob("*/*seed1*/metrics.jsonl")
     assert without_times(runs[1].metrics_file) == without_times(alone)
+
+
+def test_the_first_ctrl_c_of_a_local_sweep_lets_its_runs_write_checkpoints(policy, tmp_path):
+    hold = Hold(tmp_path / "hold", "row 3")
+    given = [*arguments(tmp_path / "runs", model__name=policy, steps=4, checkpoint_every=0, evaluation__every=0), "-m"]
+    given += ["hydra.launcher.parallel=2", "seed=0,1,2", "sweep=s"]
+    command = [sys.executable, str(ROOT / "experiments" / "run.py"), *given]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), NO_PICTURES: "1"} | hold.environment
+    with open(tmp_path / "log", "w") as log:  # a group of its own, as a terminal gives to a command
+        process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
+    wait_for(lambda: len(hold.held()) == 2, process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(PATIENCE_SECONDS) == 130
+    printed = (tmp_path / "log").read_text()
+    assert "stopping: each run writes a checkpoint after its step; Ctrl-C again ends them at once\n" in printed
+    runs = [RunDirectory(job["run"]) for job in job_files(tmp_path / "runs" / "s")]
+    assert [run.checkpoint_steps() for run in runs] == [[3], [3], []]
+    states = [state_of(Job(number, str(run.path), steps=4)).state for number, run in enumerate(runs)]
+    assert states == ["interrupted", "interrupted", "missing"]
 
 
 def test_starts_of_a_run_know_their_sweep_and_a_requeued_job_is_one_sweep(tmp_path, monkeypatch):

@@ -13,13 +13,13 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from experiments.running.run_lock import machine
 from experiments.sweeps.display import SweepDisplay
 from experiments.sweeps.jobs import Job, load_jobs, may_restart, reason_in, sweep_arguments
 from experiments.sweeps.runs_of import Composer
 from experiments.sweeps.snapshot import take_snapshot
 from experiments.sweeps.state import STALE_AFTER_SECONDS, Queued, RunState, state_of
 from otb.errors import RunError
+from otb.records.lock_file import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,16 +99,16 @@ RUNNING, PENDING = Queued("71_0", "RUNNING"), Queued("71_0", "PENDING", "Resourc
         ("nothing", RUNNING, {"70"}, "running"),  # it is only beginning
         ("beats", RUNNING, {"70"}, "running"),
         ("beats", None, None, "running"),  # SLURM need not answer
-        ("beats", None, set(), "stale"),  # its job has gone, whatever the heartbeat
+        ("beats", None, set(), "killed"),  # its job has gone, whatever the heartbeat
         ("silent", None, None, "stale"),
         ("silent", RUNNING, {"70"}, "stale"),  # it hangs, or its node is gone
         ("silent", PENDING, {"70"}, "queued"),  # SLURM knows that the node is gone
-        ("dead here", None, None, "stale"),
+        ("dead here", None, None, "killed"),
         ("silent", RUNNING, {"71"}, "running"),  # another job starts it again
         ("dead here", RUNNING, {"70"}, "running"),  # its job starts it again
         ("long dead here", RUNNING, {"70"}, "running"),
         ("interrupted", PENDING, {"70"}, "queued"),
-        ("interrupted", None, set(), "failed"),  # nobody brings it back
+        ("interrupted", None, set(), "interrupted"),  # until somebody gives the command again
         ("failed", None, set(), "failed"),
         ("finished", None, set(), "done"),
         ("finished short", None, set(), "failed"),  # more steps were asked for, and nobody makes them
@@ -166,12 +166,23 @@ def test_a_folder_that_is_no_sweep_is_refused(tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
 
 
+def test_a_folder_of_runs_lists_its_sweeps_with_the_command_for_one(tmp_path):
+    for name in ("sweep-1", "sweep-2"):
+        (tmp_path / name).mkdir()
+        Job(0, str(tmp_path / "otb-n4-seed0"), steps=6).save(tmp_path / name)
+    status(tmp_path / "otb-n4-seed0", "finished", step=6)
+    command = [sys.executable, "-m", "slurm.status", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("1 done") == 2, done.stderr
+    assert f"One of them: python -m slurm.status {tmp_path / 'sweep-'}" in done.stdout
+
+
 def test_a_snapshot_is_the_code_with_its_commit_and_is_taken_once(tmp_path):
     first = take_snapshot(tmp_path)
     assert take_snapshot(tmp_path) == first and list(tmp_path.iterdir()) == [first]
     for name in ("experiments/run.py", "conf/config.yaml", "otb/training/trainer.py", "tests/support/parity_task.py"):
         assert (first / name).read_bytes() == (ROOT / name).read_bytes()
-    code = "from experiments import environment as e; print(e.ROOT, e.commit(), len(e.working_tree_diff()))"
+    code = "from experiments.running import environment as e; print(e.ROOT, e.commit(), len(e.working_tree_diff()))"
     variables = os.environ | {"PYTHONPATH": str(first)}
     said = subprocess.run([sys.executable, "-P", "-c", code], env=variables, capture_output=True, text=True)
     facts = json.loads((first / "snapshot.json").read_text())
