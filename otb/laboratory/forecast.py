@@ -67,7 +67,7 @@ def forecast(
     prompts: list[ScoredRollouts],
     estimators: Mapping[str, Callable],
     sizes: list[int],
-    count: int = 32,
+    count: int = 16,
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> pd.DataFrame:

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from experiments.forecast import checked_estimators
-from experiments.measuring.forecast_table import Facts, advice
+from experiments.measuring.forecast_table import OFF, Facts, advice
 from experiments.measuring.forecasting import read_kept, scored_rollouts
 from otb.errors import RunError
 from otb.laboratory.estimators import Prompt
@@ -75,7 +75,7 @@ def test_forecast_keeps_rollouts_and_table_and_ends_with_one_sentence(sampled):
         assert part in printed
     last = printed.rstrip().splitlines()[-1]
     assert last.startswith("At N = 2 ") and last.endswith("does not see the bias of a direction.")
-    assert "rests on only" in last and "differences below 10 %" in last
+    assert "rests on only" in last and "was off by up to" in last
 
 
 def test_score_norms_are_those_that_the_laboratory_measures(policy, tokenizer, tmp_path):
@@ -223,8 +223,9 @@ def test_sentence_names_the_best_the_best_unbiased_one_and_the_limits():
     assert advice(table, 4, room, contrast, facts) == (
         "At N = 4 take otb with 0.50 [0.40, 0.60] of rloo's noise (60% of that gain is self-inclusion); the best "
         "unbiased one is otb_loo with 0.80 [0.70, 0.90] of rloo's noise; a baseline per token could add about 2% to "
-        "what one number gains, at the very most 5%; this forecast cannot resolve differences below 30 %, as there "
-        "are tools, is about rollouts of which 40% were cut at a limit, and does not see the bias of a direction."
+        f"what one number gains, at the very most 5%; this forecast was off by up to {OFF[True]:.0%} where it was "
+        "checked with tools, is about rollouts of which 40% were cut at a limit, and does not see the bias of a "
+        "direction."
     )
     text = advice(table.assign(forecast_high=1.2), 4, {}, contrast, facts)
     assert text.startswith(

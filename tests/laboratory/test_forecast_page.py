@@ -2,7 +2,9 @@
 
 import numpy as np
 import pandas as pd
+import pytest
 
+from experiments.measuring.forecast_table import OFF
 from tests.support.commands import ROOT
 
 SIZES = (4, 32)
@@ -39,6 +41,14 @@ def test_comparison_on_the_page_is_that_of_its_rows():
     _, _, rest = page.partition("<!-- comparison -->\n")
     shown, _, _ = rest.partition("\n<!-- end of comparison -->")
     assert shown == comparison(pd.read_csv(ROOT / "docs" / "figures" / "forecast.csv"))
+
+
+def test_sentence_states_the_largest_error_of_the_comparison_in_whole_tenths():
+    rows = pd.read_csv(ROOT / "docs" / "figures" / "forecast.csv")
+    errors = np.expm1(np.log(rows.forecast / rows.measured).abs())
+    for with_tools, stated in OFF.items():
+        largest = errors[rows.task.str.endswith("_tools") == with_tools].max()
+        assert stated == pytest.approx(np.ceil(10 * largest) / 10)
 
 
 def test_rows_of_the_comparison_are_whole():
