@@ -62,7 +62,7 @@ def savings(table: pd.DataFrame, target: float, ours: tuple[str, int], theirs: l
 def token_consumption(table: pd.DataFrame, target: float):
     """Draws the tokens to a target and what OTB saves of them.
 
-    Left: restricted mean own tokens until each accuracy up to the target's neighbourhood, per arm; filled where all
+    Left: restricted mean own tokens until each accuracy up to just above the target, per arm; filled where all
     seeds reached it, hollow where some are censored. Right: saving of OTB against each rival of its group size at the
     target, in per cent, with 95 % intervals.
 

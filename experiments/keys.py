@@ -84,7 +84,7 @@ def choices(group: str) -> list[Path]:
 
 
 def keys_of(file: Path) -> list[Key]:
-    """Returns the keys of a yaml in their order, without targets, defaults and Hydra's own."""
+    """Returns the keys of a yaml in their order, without targets, defaults and keys that belong to Hydra."""
     text = file.read_text(encoding="utf8")
     root = yaml.compose(text)
     return [] if root is None else list(_keys(root, text.splitlines(), "", file.stem))

@@ -14,7 +14,7 @@ NOW = object()  # the value that the option has
 
 
 class Taken(NamedTuple):
-    """The values of an option that something works with, of which the first is to be used, and why not others."""
+    """Lists the values of an option that work, the recommended one first, and says why no other does."""
 
     option: str
     values: tuple

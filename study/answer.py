@@ -87,7 +87,7 @@ def of_small_n(found: list[Comparison]) -> str:
     equal = [f"{at[task, f'{ours} against {small}'].estimate * 100:.0f} %" for task in tasks]
     if not tasks:
         return ""
-    also = f"(1) Mostly because N is smaller: RLOO at N = 4 saves {' and '.join(alone)} as well."
+    also = f"(1) Mostly because N is smaller: RLOO at N = 4 alone already saves {' and '.join(alone)}."
     return f"{also} At equal N, OTB saves {' and '.join(equal)}."
 
 
@@ -98,6 +98,6 @@ def of_real_model(found: list[Comparison]) -> str:
     if not ratio:
         return ""
     return (
-        f"On SmolLM2-135M, a real language model, C1's ratio is {effect_text(ratio[0])} at N = 4, at its start. "
-        "That is one policy of the three that a verdict takes."
+        f"On a 4-bit copy of SmolLM2-135M the ratio is {effect_text(ratio[0])} at N = 4, before training. "
+        "A verdict needs three policies; this is one."
     )

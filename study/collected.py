@@ -78,7 +78,7 @@ def joined(values: pd.Series) -> str:
 
 
 def rounded(value: float) -> str:
-    """Returns a number with `DIGITS` significant digits, whole numbers whole."""
+    """Returns a number with `DIGITS` significant digits, and leaves whole numbers unchanged."""
     return str(int(value)) if float(value).is_integer() else f"{value:.{DIGITS}g}"
 
 

@@ -224,7 +224,7 @@ def judged_settings(rows: pd.DataFrame) -> tuple[pd.DataFrame, int, int]:
 def cost(results: Path) -> list[Comparison]:
     """Compares the time of score norms, baseline and advantages with that of the loss for C5.
 
-    results: of benchmarks/bench.py; nothing is compared where it is missing. The number of seeds is that of steps.
+    results: of benchmarks/bench.py; nothing is compared without it. Its number of seeds is the number of steps.
     """
     if not results.exists():
         return []

@@ -20,7 +20,7 @@ def sample_steps(run: str | Path) -> list[int]:
 def sample_files(run: str | Path, failed: bool = False) -> dict[int, list[Path]]:
     """Returns step -> files of its samples.
 
-    failed: with the rollouts of steps that failed, which every process wrote to a file of its own.
+    failed: also include the rollouts of failed steps, which each process wrote to its own file.
     """
     files: dict[int, list[Path]] = {}
     for file in sorted(RunDirectory(run).rollouts.glob("*.parquet" if failed else "step-*.parquet")):

@@ -69,7 +69,7 @@ def refusals() -> Iterator[None]:
 
 
 def say_once(text: str) -> None:
-    """Prints why this process ends, in one of those that `gpus=N` started: torchrun ends the others where one has."""
+    """Prints why a run ends, once, even if `gpus=N` started several processes: torchrun ends the others."""
     if SAID in os.environ:
         try:
             open(os.environ[SAID], "x").close()

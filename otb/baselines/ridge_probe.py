@@ -48,7 +48,7 @@ class OnlineRidge:
             self._state[name] = self.decay * self._kept(name, new) + new if name in self._state else new
 
     def _solved(self, moments: str, target: str, rollouts: str) -> Tensor:
-        """Returns the ridge fit of these sums of the state."""
+        """Solves the ridge regression from these sums in the state."""
         return ridge(self._state[moments], self._state[target], self._state[rollouts], self.pseudo_rollouts)
 
     def _kept(self, name: str, like: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class RidgeProbe(OnlineRidge):
         return rows, {"moments": (w * phi).flatten(0, 1).mT @ phi.flatten(0, 1)}
 
     def values(self, rollouts: RolloutGroups) -> Tensor:
-        """Returns V_t (P, G, T), fitted on earlier steps; before the first update the others' mean reward (P, G, 1)."""
+        """Returns V_t (P, G, T), fitted on earlier steps; before the first update the mean of the others (P, G, 1)."""
         return rollouts.reduced["values"] if self.fitted else mean_of_others(rollouts)
 
     def update(self, rollouts: RolloutGroups) -> None:

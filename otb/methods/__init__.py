@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from otb.refusals import Options
     from otb.rollouts import OwnTokens, RolloutGroups
 
 
@@ -22,7 +23,9 @@ class Step:
     """Holds a batch of rollouts between TRL's scoring and the loss. Each field is set as soon as it is known.
 
     This process's rollouts:
-        output: the batch that TRL hands to its loss.
+        output: the batch that TRL hands to its loss, by key: prompt_ids, prompt_mask (B, L), completion_ids,
+            completion_mask (B, C), advantages (B,) or (B, C); where TRL has them old_per_token_logps,
+            sampling_per_token_logps, importance_sampling_ratio, tool_mask (B, C).
         own: the own tokens that count.
         log_probs: (B, C), under the policy that sampled; None if no pass was made.
         signals, factors: (B, T) and (B, T or 1), of token weights; None if not used.
@@ -44,10 +47,19 @@ class Step:
 class Method:
     """Changes the loss, the data or the optimizer at some moments of a step.
 
-    The hooks are listed in the order of a step. By default each of them changes nothing.
+    The hooks are listed in the order of a step. By default each of them changes nothing. A hook may ask `trainer` for
+    `args`, `model`, `state` and `accelerator`, and call
+
+        record(metrics): logs them with the step, by the names in otb/records/metric_names.py
+        gathered(rows): (B, ...) of this process -> (P, G, ...) of all; in_groups(rows): (P * G, ...) -> (P, G, ...)
+        summed_rewards(): (P * G,), NaN where unscored; causal_model(): the model with the LM head, unwrapped
+        passed(model, ids, mask, width): one pass through the methods; add_seconds(part, seconds): its time
     """
 
     trainer: Any  # the OTBTrainer, from `attach` on
+
+    def refuse(self, options: Options) -> None:
+        """Raises ValueError for options that the method cannot work with, before the model is loaded."""
 
     def attach(self, trainer: Any) -> None:
         """Receives the trainer, whose model is loaded. Raises ValueError if the method cannot work with this model."""

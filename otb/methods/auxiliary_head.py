@@ -96,7 +96,7 @@ class AuxiliaryHead(Method, TrainerCallback):
             self.pass_of = None
 
     def is_to_see(self, model: Any) -> bool:
-        """Tells whether the head reads this pass: one of the policy inside `passes_of`, not of the reference model."""
+        """Tells whether the head reads this pass: only the policy's, inside `passes_of`."""
         return self.pass_of == "loss" or (self.pass_of == "sampling" and model is self.trainer.model)
 
     @contextmanager

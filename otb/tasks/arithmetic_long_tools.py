@@ -49,7 +49,7 @@ class ToolDemonstrator(Demonstrator):
         return [*self.said, *super().messages(last)]
 
     def go_on(self, total: int, left: Terms, rate: float) -> tuple[int, Terms]:
-        """Adds a few terms with a call, or else the next one in the head. Returns (total, terms left)."""
+        """Adds a few terms with a call, or else the next one without. Returns (total, terms left)."""
         may_call = total > 0 and len(left) >= TERMS_OF_A_CALL[0] and len(self.said) < 2 * self.MAX_CALLS
         if not may_call or self.draw.random() > CALL_RATE:
             return super().go_on(total, left, rate)

@@ -1,9 +1,9 @@
 """Defines OTBTrainer: TRL's GRPOTrainer with advantages from any baseline of `otb.baselines`.
 
-It is one subclass and copies no method of TRL. The section "the step" below lists the hooks in the order in which TRL
-calls them. Everything besides the baseline is a `Method` (otb/methods/__init__.py) in `self.methods`. `passes` makes
-the forwards that the baseline needs, and `lean` skips the parts of the loss that have no gradient; most other methods
-are off by default. otb/seams.py lists every private name of TRL that this project relies on.
+It is one subclass and copies no method of TRL. The section "the step" below is a training step, in TRL's order.
+Everything besides the baseline is a `Method` (otb/methods/__init__.py) in `self.methods`. `passes` makes the forwards
+that the baseline needs, and `lean` skips the parts of the loss that have no gradient; most other methods are off by
+default. otb/seams.py lists every private name of TRL that this project relies on.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class OTBTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
         self.asked = self._asked(given, auxiliary)
         refuse(self.asked)
+        for method in methods:
+            method.refuse(self.asked)
         self.passes = Passes(self.baseline, self.token_weights, self._needs_score_norms)
         self.lean, self.tool_rollouts = LeanLoss(), ToolRollouts()
         sampler_dtype = getattr(args, "sampler_dtype", None)

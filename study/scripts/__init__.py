@@ -1,1 +1,1 @@
-"""Measurements that were made once for the study, one figure or table each."""
+"""Holds one-off measurements of the study, one per figure or table."""

@@ -179,8 +179,8 @@ def test_the_page_begins_with_the_result_its_figure_what_was_run_and_verdicts(op
     assert "Final held-out accuracy: mean of the last two evaluations" in chrome.find(".muted").text
     assert chrome.js("return document.querySelector('figure').getBoundingClientRect().top") < 500
     assert "arithmetic, tiny policy" in run and "OTB, GRPO, RLOO" in run and "3 seeds" in run
-    assert "supported 0.04 [0.04, 0.04] share of a step's time" in verdicts
-    assert "undecided −0.0414 [−0.0554, −0.0278], of a proxy" in verdicts  # which is no variance
+    assert "supported 0.0889 [0.0889, 0.0889] time of score norms" in verdicts
+    assert "undecided 1.04 [1.03, 1.06], of a proxy" in verdicts  # which is no variance
     assert f"Made by python -m analysis.report {report.parent} --target 0.8" in chrome.find("figcaption").text
     assert "figures/held-out_accuracy_over_own_tokens_n4.csv" in chrome.find("figure a[href$=csv]").get_attribute(
         "href"
