@@ -60,7 +60,7 @@ def _console() -> Console:
 def size_table(table: pd.DataFrame, size: int, prompts_per_step: int) -> Table:
     """Returns the table of one group size, sorted by the forecast."""
     title = f"N = {size}: forecast of noise / rloo, {int(table.prompts.iloc[0])} prompts, 95 % intervals over prompts"
-    caption = f"rloo prompts: how many a step of rloo needs for the noise of {prompts_per_step} prompts of the estimator"
+    caption = f"rloo prompts: how many rloo needs for the noise of {prompts_per_step} prompts of the estimator"
     columns = ("noise / rloo", "self-inclusion", "scale", "unbiased", "rloo prompts")
     shown = Table(Column("estimator", no_wrap=True), *columns, title=title, caption=caption)
     for row in table.sort_values("forecast").itertuples():
