@@ -103,7 +103,8 @@ def decide_state(
     if locked and gone:
         return "killed", job.error or f"its process is gone; {GOES_ON}"
     if status.get("state") == "interrupted":
-        return "interrupted", f"{status.get('error') or job.error or 'by a warning signal'}; {GOES_ON}"
+        signalled = "by a warning signal" + (", and its job is gone (was it cancelled?)" if job.submission else "")
+        return "interrupted", f"{status.get('error') or job.error or signalled}; {GOES_ON}"
     if job.error is not None:
         return "failed", job.error
     if status.get("state") == "failed":
