@@ -24,9 +24,9 @@ from vllm import LLM
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
 from vllm.model_executor.layers import utils
 
-from otb.training.trainer import OTBTrainer
+from otb.methods.mismatch import SamplerMismatch
 
-vllms_own, drop_mismatched, vllms_name = LLM.__init__, OTBTrainer._drop_mismatched, SharedMemory.make_group_name
+vllms_own, begin, vllms_name = LLM.__init__, SamplerMismatch.begin, SharedMemory.make_group_name
 
 
 def keep_linear_weights(layer, remove_weight=False) -> None:
@@ -42,9 +42,12 @@ def own_name(group) -> str:
     return f"/{os.environ['MASTER_PORT']}{vllms_name(group).lstrip('/')}"
 
 
-def keep_and_drop(self, output, low, high) -> None:
-    torch.save(output["sampling_per_token_logps"], f"{self.args.output_dir}/sampled-{self.state.global_step + 1}.pt")
-    drop_mismatched(self, output, low, high)
+def keep_and_begin(self, output) -> None:
+    trainer = self.trainer
+    if trainer.args.geometric_ratio_band is not None:
+        sampled = f"{trainer.args.output_dir}/sampled-{trainer.state.global_step + 1}.pt"
+        torch.save(output["sampling_per_token_logps"], sampled)
+    begin(self, output)
 
 
 machine.refuse_vllm_without_gpu = lambda cfg, gpus: None  # what it refuses is mended here
@@ -52,7 +55,7 @@ utils.dispatch_cpu_unquantized_gemm = keep_linear_weights
 LLM.__init__ = init
 # Processes that share a copy of the policy name their memory alike in every run, and leave it behind.
 SharedMemory.make_group_name = staticmethod(own_name)
-OTBTrainer._drop_mismatched = keep_and_drop
+SamplerMismatch.begin = keep_and_begin
 
 if __name__ == "__main__":
     sharding.install()
