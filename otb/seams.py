@@ -168,6 +168,9 @@ SEAMS: dict[str, dict[str, str]] = {
     "threading": {
         "_shutdown()": "waits for threads before a fork exits without unloading the libraries",
     },
+    "hydra._internal.callbacks": {
+        "Callbacks": "the study starts a launcher, which takes a context, which takes callbacks",
+    },
     "hydra._internal.utils": {
         "get_args_parser()": "separates overrides from Hydra's options",
     },

@@ -417,7 +417,7 @@ def test_a_sweep_for_slurm_without_a_card_is_checked_by_the_largest_one(slurm, t
     assert not list((tmp_path / "runs").rglob("job-*.json"))
     for fits in (["hydra/launcher=slurm_8gpu", "model=qwen2.5-1.5b"], ["hydra/launcher=slurm_cpu", "model=qwen2.5-7b"]):
         sent = slurm(*fits)
-        assert sent.stdout.startswith("1 of 1 runs submitted as job 7") and sent.stderr == "", sent.stderr
+        assert "\n1 of 1 runs submitted as job 7" in sent.stdout and sent.stderr == "", sent.stderr
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_a_sweep_for_slurm_is_refused_where_gpus_is_not_what_its_launcher_starts
 def test_a_sweep_of_a_hub_id_is_checked_by_its_cached_configuration_or_told_that_it_was_not(slurm, tmp_path):
     given = ["hydra/launcher=slurm_8gpu", "model=hub", "model.name=OWNER/NAME", "seed=0,1", "card=a100-80gb"]
     unknown = slurm(*given)
-    assert unknown.stdout.startswith("2 of 2 runs submitted as job 7")
+    assert "\n2 of 2 runs submitted as job 7" in unknown.stdout
     assert unknown.stderr.startswith("note: memory was not checked: model.name=OWNER/NAME has no architecture in conf/")
     assert unknown.stderr.endswith("or run: python experiments/prefetch.py --model OWNER/NAME\n")
     assert unknown.stderr.count("note: ") == 1  # of two runs

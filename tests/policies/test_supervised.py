@@ -16,6 +16,7 @@ from transformers.utils import get_json_schema
 
 from experiments import warm_start as command
 from experiments.running import make_policy
+from experiments.running.build import build
 from otb.errors import RunError
 from otb.policies.supervised import Supervision, ordered, sft_trainer, supervised
 from otb.policies.tiny_policy import END, TOOL_TAGS, build_model
@@ -264,7 +265,8 @@ def test_what_cannot_be_made_is_refused(given, said, tmp_path):
 def test_rows_and_model_must_be_there(given, said, tmp_path):
     solutions = ["++task.solution_column=answer"] if "task=gsm8k" in given else []
     with pytest.raises(RunError, match=said):
-        command.check_files(composed(*given, *solutions, "model.name=x/y", f"output={tmp_path / 'o'}"))
+        cfg = composed(*given, *solutions, "model.name=x/y", f"output={tmp_path / 'o'}")
+        command.check_files(cfg, build(cfg, "task"))
 
 
 def test_output_must_be_named():
