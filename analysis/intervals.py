@@ -3,7 +3,7 @@
 A percentile bootstrap of 3 to 5 seeds covers the truth 73 to 90 % of the time, not 95 %. The bootstrap's quantiles are
 therefore stretched about the estimate by t(n - 1) / 1.96 * sqrt(n / (n - 1)), n = seeds of the smallest stratum: for a
 mean that is Student's interval, for large n the plain percentile interval (tests/analysis/test_analysis_statistics.py
-measures the coverage). Fewer than `FEWEST` seeds give no interval. The notions are those of rliable (Agarwal et al.
+measures the coverage). Fewer than `FEWEST` seeds give no interval. The notions come from rliable (Agarwal et al.
 2021).
 
 A *statistic* here reduces axis 0, the seeds, and keeps all others, as `iqm` and `np.mean` with axis=0 do: the bootstrap

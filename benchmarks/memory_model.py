@@ -122,7 +122,7 @@ class Peaks(Method, transformers.TrainerCallback):
 
     @contextmanager
     def while_sampling(self):
-        self.found["peaks"] = {}  # those of the step before go
+        self.found["peaks"] = {}  # drops the peaks of the step before
         self.meter.set_back()
         yield
 

@@ -50,7 +50,7 @@ class Runs:
             )
         final = final_accuracy(table)
         self.finals = {(baseline, int(size)): by_seed(rows, "final") for baseline, size, _, rows in by_arm(final)}
-        self.consumptions: dict[tuple[Arm, float], Consumption] = {}  # each stands in several comparisons
+        self.consumptions: dict[tuple[Arm, float], Consumption] = {}  # several comparisons use each
 
     def consumption(self, arm: Arm, target: float) -> Consumption:
         """Returns the own tokens of one arm's runs until a target accuracy."""
@@ -148,7 +148,7 @@ def target_of(runs: Runs, share: float = RULES["C4"]["targets"][0]) -> float:
 def compare_tokens(runs: Runs, target: float | None = None) -> Comparison:
     """Compares tokens to the target for C4: OTB at the small N against the rival at the large one, and at its own N.
 
-    target: None for that of the rules.
+    target: None for the one in the rules.
     """
     chosen, target = target is not None, target_of(runs) if target is None else target
     large, small = (saved(runs, OURS_SMALL, arm, target) for arm in (RIVAL_LARGE, RIVAL_SMALL))

@@ -50,7 +50,7 @@ UNMEASURED = (
 def decisions(table: pd.DataFrame, target: float | None) -> list[Comparison]:
     """Returns the comparison that decides each claim; one that cannot be made says what it lacks.
 
-    table: rows of one setting, of `load(...).used`. target: accuracy for C4, None for that of the rules.
+    table: rows of one setting, of `load(...).used`. target: accuracy for C4, None for the one in the rules.
     """
     asked: list[tuple[tuple[Arm, ...], Callable[[], Comparison]]] = [
         ((OURS_SMALL, RIVAL_SMALL), lambda: noise(table)),
@@ -128,7 +128,7 @@ def collapses(table: pd.DataFrame) -> Comparison:
 
 
 def cost(table: pd.DataFrame) -> Comparison:
-    """Compares the time of the advantages with that of the loss for C5."""
+    """Compares the time of the advantages with the time of the loss for C5."""
     arm = of_arm(cost_table(table), OURS_SMALL).dropna(subset=["advantage_ratio"])
     if arm.empty:
         raise RunError(f"{label(*OURS_SMALL)} has no times of a step in its rows.")

@@ -1,4 +1,4 @@
-"""From the keys of a run to options of trl.GRPOConfig, and back: what a refusal calls an option on the command line.
+"""Translates keys of a run to options of trl.GRPOConfig, and back: what a refusal calls an option on the command line.
 
 The checks ask before a model loads, train.py builds the trainer from the same options, and so does the evaluation.
 Imports no torch.
