@@ -98,16 +98,16 @@ class OTBTrainer(GRPOTrainer):
         self.baseline: Any = copy.deepcopy(baseline) if baselines.carries_state(baseline) else baseline
         self.lr_schedule, self.improvement = copy.deepcopy(lr_schedule), copy.deepcopy(improvement)
         self.token_weights = copy.deepcopy(token_weights)
-        self._noise = bool(getattr(args, "measure_gradient_noise", False))
-        self._needs_score_norms = (
-            "score_norms" in baselines.needs_of(baseline) or self._noise or getattr(args, "log_energy", False)
+        measures_noise = bool(getattr(args, "measure_gradient_noise", False))
+        needs_score_norms = (
+            "score_norms" in baselines.needs_of(baseline) or measures_noise or getattr(args, "log_energy", False)
         )
         given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
         self.asked = self._asked(given, auxiliary)
         refuse(self.asked)
         for method in methods:
             method.refuse(self.asked)
-        self.passes = Passes(self.baseline, self.token_weights, self._needs_score_norms)
+        self.passes = Passes(self.baseline, self.token_weights, needs_score_norms)
         self.lean, self.tool_rollouts = LeanLoss(), ToolRollouts()
         sampler_dtype = getattr(args, "sampler_dtype", None)
         self.methods: list[Method] = [  # called in this order; the first is the innermost
@@ -117,7 +117,7 @@ class OTBTrainer(GRPOTrainer):
             SamplerMismatch(),
             *([WeightedAdvantages(self.token_weights)] if self.token_weights else []),
             *([FollowedLengths(self.lr_schedule)] if self.lr_schedule else []),
-            *([GradientNoise()] if self._noise else []),
+            *([GradientNoise()] if measures_noise else []),
             *([AuxiliaryHead(auxiliary)] if auxiliary else []),
             EngineState(),
             LeanSampling(),
@@ -135,6 +135,8 @@ class OTBTrainer(GRPOTrainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # the launcher may have asked for it
             self.asked = self.asked.but(sharded=True)
             refuse(self.asked)
+            for method in methods:
+                method.refuse(self.asked)
         if not self.use_vllm:
             refuse_generation_config(self.asked, self.model.generation_config.to_dict())
         for method in self.methods:
@@ -366,7 +368,7 @@ class OTBTrainer(GRPOTrainer):
         own_tokens, all_tokens = self.accelerator.gather(self.sampled_tokens).T
         metrics = length_metrics(own_tokens) | reward_metrics(rollouts)
         metrics |= advantage_metrics(rollouts, step.baseline, advantages)
-        if self._needs_score_norms:
+        if self.passes.needs_score_norms:
             # The score norms already contain the factors of token weights, so the advantages must not.
             before_weights = advantages if step.factors is None else advantages_of(rollouts, step.baseline)
             metrics |= energy_metrics(rollouts, before_weights)
